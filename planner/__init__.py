@@ -1,0 +1,7 @@
+"""Planners for `torch.distributed.checkpoint` in which every rank plans alone."""
+
+if __name__ != "shardplan.planner":
+    raise ImportError(
+        f"{__name__}: this folder is installed as shardplan.planner, and under another name its "
+        "modules would be loaded twice. Run scripts/setup_venv and import shardplan.planner."
+    )
