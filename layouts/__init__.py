@@ -1,7 +1,108 @@
-"""Which boxes of which global tensors a rank holds, computed from integers."""
+"""Where each parameter lies in a checkpoint, as rank-free data that every rank can evaluate.
+
+| module | holds |
+|---|---|
+| `slab`, `storage`, `stages`, `layout` | the algebra: boxes, the stages that move them, their chain |
+| `coverage`, `serial` | the proof that every element is covered once; layouts as plain data |
+| `grid` | mesh axes and a rank's coordinate, from groups, meshes or integers |
+| `provider`, `registry`, `model` | who knows how a parameter is laid out, and how they are asked |
+| `fsdp`, `tensor_parallel`, `swiglu`, `gdn`, `experts`, `vocabulary`, `pipeline` | the built-in providers |
+| `testing` | the conformance suite for a provider of your own |
+
+Coordinate spaces, always in this order: storage → local → component → global. All numbers count
+elements. Nothing here imports torch.
+"""
 
 if __name__ != "shardplan.layouts":
     raise ImportError(
-        f"{__name__}: this folder is installed as shardplan.layouts, and under another name its "
-        "modules would be loaded twice. Run scripts/setup_venv and import shardplan.layouts."
+        f"{__name__}: this folder is installed as shardplan.layouts, and its modules would be loaded "
+        "a second time under another name. Run scripts/setup_venv and import shardplan.layouts."
     )
+
+from .coverage import prove, tiling_faults
+from .errors import CheckpointError, LayoutError
+from .experts import ExpertGrid, expert_name
+from .fsdp import BufferDescription, DTensorStorage, FSDPFlatBuffer
+from .gdn import GDN
+from .grid import Grid, Grids, ep_rank_and_size
+from .layout import EXPERT, Layout, replicated
+from .model import carried_pg_collection, clean_name, model_layouts
+from .pipeline import PipelineLayers
+from .provider import LayoutProvider, Level, ParamInfo
+from .registry import LayoutRegistry, installed_layouts
+from .slab import Slab
+from .stages import (
+    Concat,
+    ExpertIndex,
+    Fuse,
+    Interleave,
+    Permute,
+    Shard,
+    Stack,
+    Stage,
+    Unpad,
+    Unstack,
+)
+from .storage import Cut, Cuts, FlatBuffer, FlatRanges, Whole
+from .swiglu import SwiGLU
+from .tensor_parallel import TensorParallel
+from .vocabulary import VocabularyPadding
+
+DEFAULT_LAYOUTS: tuple[LayoutProvider, ...] = (
+    FSDPFlatBuffer(),
+    DTensorStorage(),
+    SwiGLU(),
+    GDN(),
+    TensorParallel(),
+    VocabularyPadding(),
+    ExpertGrid(),
+    PipelineLayers(),
+)
+
+__all__ = [
+    "DEFAULT_LAYOUTS",
+    "EXPERT",
+    "GDN",
+    "BufferDescription",
+    "CheckpointError",
+    "Concat",
+    "Cut",
+    "Cuts",
+    "DTensorStorage",
+    "ExpertGrid",
+    "ExpertIndex",
+    "FSDPFlatBuffer",
+    "FlatBuffer",
+    "FlatRanges",
+    "Fuse",
+    "Grid",
+    "Grids",
+    "Interleave",
+    "Layout",
+    "LayoutError",
+    "LayoutProvider",
+    "LayoutRegistry",
+    "Level",
+    "ParamInfo",
+    "Permute",
+    "PipelineLayers",
+    "Shard",
+    "Slab",
+    "Stack",
+    "Stage",
+    "SwiGLU",
+    "TensorParallel",
+    "Unpad",
+    "Unstack",
+    "VocabularyPadding",
+    "Whole",
+    "carried_pg_collection",
+    "clean_name",
+    "ep_rank_and_size",
+    "expert_name",
+    "installed_layouts",
+    "model_layouts",
+    "prove",
+    "replicated",
+    "tiling_faults",
+]

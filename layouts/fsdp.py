@@ -1,0 +1,248 @@
+"""FSDP storage: flat buffers that cut parameters anywhere, and DTensors that cut them by dim.
+
+| provider | places |
+|---|---|
+| `FSDPFlatBuffer` | slices of the flattened parameter (Megatron-FSDP, ZeRO) |
+| `DTensorStorage` | shards over a mesh (FSDP2, tensor parallelism by DTensor), uneven and strided too |
+| `BufferDescription` | a flat buffer: shapes in order, alignment, padding, shard size |
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import LayoutError
+from .grid import mesh_axes
+from .provider import Level, ParamInfo, matcher
+from .slab import Shape
+from .stages import Stage
+from .storage import Cut, Cuts, FlatBuffer, FlatRanges
+
+
+@dataclass(frozen=True, slots=True)
+class BufferDescription:
+    """A flat buffer that holds parameters one after another and is cut into equal slices.
+
+    Attributes:
+        shapes: Local shape of each parameter, in the buffer's order.
+        shard_count: Number of slices (the product of the shard axes' sizes).
+        alignment: Each parameter starts at a multiple of this many elements.
+        shard_size: Length of a slice, in elements; by default the smallest multiple of the
+            alignment that holds everything.
+        axes: Axes that cut the buffer, slowest first; `dp_shard` or the experts' `edp_shard`
+            if not given.
+
+    >>> BufferDescription({"p0": (3,), "p1": (4,)}, shard_count=2).offsets
+    {'p0': 0, 'p1': 3}
+    """
+
+    shapes: Mapping[str, Shape]
+    shard_count: int
+    alignment: int = 1
+    shard_size: int | None = None
+    axes: tuple[str, ...] | None = None
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Position of each parameter's first element in the buffer."""
+        offsets, end = {}, 0
+        for fqn, shape in self.shapes.items():
+            start = -(-end // self.alignment) * self.alignment
+            offsets[fqn] = start
+            end = start + math.prod(shape)
+        return offsets
+
+    @property
+    def slice_length(self) -> int:
+        """Length of one rank's slice, in elements, padding included."""
+        if self.shard_size is not None:
+            return self.shard_size
+        end = max(
+            (start + math.prod(self.shapes[fqn]) for fqn, start in self.offsets.items()), default=0
+        )
+        each = -(-end // self.shard_count)
+        return max(-(-each // self.alignment) * self.alignment, 1)
+
+
+class FSDPFlatBuffer:
+    """Places slices of the flattened parameter: cut in mid-row, empty, or beside padding.
+
+    | form | reads |
+    |---|---|
+    | `FSDPFlatBuffer()` | Megatron-FSDP parameters: their place in the parameter buffer, for every rank |
+    | `FSDPFlatBuffer({pattern: ((0, 4), (4, 8))})` | `[start, stop)` of the flattened parameter for each rank |
+    | `FSDPFlatBuffer(buffers=[BufferDescription(...)])` | the parameters' place in a buffer |
+
+    Args:
+        ranges: For each pattern, one range for each rank of the shard axis, in elements.
+        buffers: Descriptions of flat buffers; a parameter may be in one of them.
+        axes: Axes of the explicit ranges; `dp_shard` or the experts' `edp_shard` if not given.
+
+    Source: megatron_fsdp/param_and_grad_buffer.py, build_data_parallel_buffer_index.
+    """
+
+    name = "fsdp-flat-buffer"
+    level = Level.STORAGE
+
+    def __init__(
+        self,
+        ranges: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+        *,
+        buffers: Sequence[BufferDescription] = (),
+        axes: tuple[str, ...] | None = None,
+    ) -> None:
+        self._rules = [
+            (matcher([pattern]), tuple((int(a), int(b)) for a, b in bounds))
+            for pattern, bounds in (ranges or {}).items()
+        ]
+        self._axes = axes
+        self._places: dict[str, tuple[BufferDescription, int]] = {}
+        for buffer in buffers:
+            for fqn, offset in buffer.offsets.items():
+                if fqn in self._places:
+                    raise LayoutError(f"{fqn}: two flat buffers hold it. Describe it once.")
+                self._places[fqn] = (buffer, offset)
+
+    def claims(self, param: ParamInfo) -> bool:
+        return (
+            param.fqn in self._places
+            or any(matches(param.fqn) for matches, _ in self._rules)
+            or getattr(param.param, "megatron_fsdp_slice", None) is not None
+        )
+
+    def stages(self, param: ParamInfo) -> tuple[Stage, ...]:
+        shard = (param.axis("dp_shard", "edp_shard"),)
+        if param.fqn in self._places:
+            buffer, offset = self._places[param.fqn]
+            shape = tuple(buffer.shapes[param.fqn])
+            if shape != param.local_shape:
+                raise param.fail(
+                    f"the buffer holds it with shape {shape} but it has {param.local_shape}",
+                    "Describe the buffer with the shapes that this rank holds.",
+                )
+            axes = buffer.axes or shard
+            if param.grid.count(axes) != buffer.shard_count:
+                raise param.fail(
+                    f"its buffer is cut into {buffer.shard_count} slices but {axes} has "
+                    f"{param.grid.count(axes)} ranks",
+                    "Give the buffer's axes, or the grid that cut it.",
+                )
+            return (FlatBuffer(shape, axes, offset, buffer.slice_length),)
+        for matches, bounds in self._rules:
+            if matches(param.fqn):
+                return (_ranges(param, self._axes or shard, bounds),)
+        return (_megatron(param),)
+
+
+def _ranges(
+    param: ParamInfo, axes: tuple[str, ...], bounds: tuple[tuple[int, int], ...]
+) -> FlatRanges:
+    count = param.grid.count(axes)
+    if len(bounds) != count:
+        raise param.fail(
+            f"{len(bounds)} flat ranges for {count} ranks of {axes}",
+            "Give one range for each rank, empty ones included.",
+        )
+    try:
+        return FlatRanges(param.local_shape, axes, bounds)
+    except LayoutError as error:
+        raise param.fail(str(error), "Mend the ranges.") from None
+
+
+def _megatron(param: ParamInfo) -> Stage:
+    """Reads a Megatron-FSDP parameter's place in its buffer: any rank's slice follows from it."""
+    live = param.param
+    original = getattr(live, "orig_param", None)
+    model = getattr(live, "_megatron_fsdp_model", None)
+    try:
+        buffers = model.param_and_grad_buffer  # type: ignore[union-attr]
+        group = buffers.parameter_groups[buffers.param_to_param_group[original]]
+        buffer: Any = group.model_weight_buffer or group.main_weight_buffer
+        item = buffer.item_index_map[buffer.param_idx[original]]
+        bucket = buffer.bucket_index
+    except (AttributeError, KeyError, TypeError) as error:
+        raise param.fail(
+            f"it has a megatron_fsdp_slice but no readable buffer ({error!r})",
+            "Pass FSDPFlatBuffer({name: ranges}) for this version of Megatron-FSDP.",
+        ) from None
+    axes = [param.axis("dp_shard", "edp_shard")]
+    outer = param.axis("dp_replicate", "edp_replicate")
+    world = int(buffer.dp_world_size)
+    if world != param.grid.count(axes):
+        axes.append(outer)  # hybrid FSDP: the outer axis counts faster
+    if world != param.grid.count(axes):
+        raise param.fail(
+            f"its buffer is cut into {world} slices but {tuple(axes)} has "
+            f"{param.grid.count(axes)} ranks",
+            "Pass the pg_collection that Megatron-FSDP was given.",
+        )
+    offset = int(item.global_data_index) - int(bucket.global_data_index)
+    return FlatBuffer(param.local_shape, tuple(axes), offset, int(bucket.size) // world)
+
+
+class DTensorStorage:
+    """Places what a DTensor's mesh and placements leave to a rank.
+
+    | form | reads |
+    |---|---|
+    | `DTensorStorage()` | the parameter's own mesh and placements |
+    | `DTensorStorage({pattern: (Cut(0, "dp_shard"),)})` | cuts by name, with sizes where they are uneven |
+
+    Shards follow `torch.chunk`; `_StridedShard` gives several boxes. Axes without a cut are
+    replicas. The mesh's axis names must be the grid's, or names that it knows as theirs.
+
+    Args:
+        cuts: Cuts of the tensor for each pattern of names.
+
+    Source: torch/distributed/tensor/placement_types.py.
+    """
+
+    name = "dtensor"
+    level = Level.STORAGE
+
+    def __init__(self, cuts: Mapping[str, Sequence[Cut]] | None = None) -> None:
+        self._rules = [(matcher([pattern]), tuple(c)) for pattern, c in (cuts or {}).items()]
+
+    def claims(self, param: ParamInfo) -> bool:
+        return any(matches(param.fqn) for matches, _ in self._rules) or (
+            hasattr(param.param, "placements") and not hasattr(param.param, "megatron_fsdp_slice")
+        )
+
+    def stages(self, param: ParamInfo) -> tuple[Stage, ...]:
+        for matches, cuts in self._rules:
+            if matches(param.fqn):
+                return (Cuts(param.local_shape, cuts),)
+        return (dtensor_cuts(param),)
+
+
+def dtensor_cuts(param: ParamInfo) -> Cuts:
+    """Returns the cuts that a DTensor's placements make.
+
+    Raises:
+        LayoutError: If a mesh axis is not on the grid or has another size there, or a placement
+            is neither a shard nor a replica.
+    """
+    mesh, placements = param.param.device_mesh, param.param.placements
+    cuts = []
+    for name, size, placement in zip(mesh_axes(mesh), mesh.shape, placements, strict=True):
+        if placement.is_replicate():
+            continue
+        axis = param.grid.resolve(name)
+        if axis is None or param.grid.size(axis) != size:
+            known = ", ".join(
+                f"{a} {n}" for a, n in zip(param.grid.axes, param.grid.sizes, strict=True)
+            )
+            raise param.fail(
+                f"its mesh axis {name!r} of size {size} is not one of the grid's axes ({known})",
+                "Pass the grid that the mesh was made from (grid=Grids.from_mesh(mesh)), or name "
+                "the mesh's axes as the grid's.",
+            )
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            raise param.fail(
+                f"its placement along {name!r} is {placement}, neither a shard nor a replica",
+                "Reduce partial sums before saving.",
+            )
+        cuts.append(Cut(int(dim), axis, int(getattr(placement, "split_factor", 1))))
+    return Cuts(param.local_shape, tuple(cuts))

@@ -1,0 +1,123 @@
+"""Reads a live model once: the parameters that providers are asked about.
+
+| name | does |
+|---|---|
+| `model_layouts` | the layout of every parameter and buffer of a model |
+| `clean_name` | strips the names that wrappers put into a parameter's |
+| `carried_pg_collection` | finds the `pg_collection` that a model carries, at any wrapper level |
+
+Modules and tensors are read by their attributes; torch is not imported.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .errors import LayoutError
+from .experts import ExpertGrid, ExpertName, expert_name
+from .grid import Grids
+from .layout import Layout
+from .provider import ParamInfo
+from .registry import LayoutRegistry
+from .slab import Shape
+
+# Tokens that wrappers add to names: DDP and Float16Module, torch.compile, FSDP1, checkpointing.
+WRAPPERS = frozenset(
+    ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_flat_param")
+)
+
+
+def clean_name(fqn: str) -> str:
+    """Returns a name without wrappers' tokens; only whole tokens count.
+
+    A name that has nothing but such tokens is left as it is.
+
+    >>> clean_name("module._orig_mod.layers.0.module_list.weight")
+    'layers.0.module_list.weight'
+    """
+    parts = [part for part in fqn.split(".") if part not in WRAPPERS]
+    return ".".join(parts) if parts else fqn
+
+
+def carried_pg_collection(model: Any) -> Any:
+    """Returns the `pg_collection` of a model or of what it wraps, None if there is none."""
+    seen = 0
+    while model is not None and seen < 16:
+        found = getattr(model, "pg_collection", None)
+        if found is not None:
+            return found
+        model = getattr(model, "module", None)
+        seen += 1
+    return None
+
+
+def _local_shape(tensor: Any) -> Shape:
+    """Returns a parameter's shape before any FSDP cut.
+
+    Megatron-FSDP keeps the tensor-parallel rank's own parameter as `orig_param`.
+    """
+    return tuple(int(n) for n in getattr(tensor, "orig_param", tensor).shape)
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Any, tuple[tuple[str, Any], ...]]]:
+    """Yields name, tensor and owners of each parameter and buffer, tied ones under each name."""
+    owners: dict[str, tuple[tuple[str, Any], ...]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        above = owners[parent] if path else ()
+        place = above[-1][0] if above else ""
+        if path and name not in WRAPPERS:
+            place = f"{place}.{name}" if place else name
+        chain = owners[path] = (*above, (place, module))
+        prefix = place + "." if place else ""
+        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield prefix + name, tensor, chain
+        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield prefix + name, tensor, chain
+
+
+def model_layouts(model: Any, grids: Grids, registry: LayoutRegistry) -> dict[str, Layout]:
+    """Returns the layout of every parameter and buffer of a model, by its clean name.
+
+    Args:
+        model: A module, or a mapping from names to local shapes where there is no live model.
+        grids: The rank's grids.
+        registry: The providers to ask.
+
+    Raises:
+        LayoutError: If a provider can't place a parameter, or two parameters get one name.
+    """
+    tokens = next(
+        (p.tokens for p in registry.providers if isinstance(p, ExpertGrid)),
+        ExpertGrid().tokens,
+    )
+    found: dict[str, tuple[Shape, Any, tuple[tuple[str, Any], ...], ExpertName | None]] = {}
+    if isinstance(model, Mapping):
+        for fqn, shape in model.items():
+            found[fqn] = (tuple(shape), None, (), expert_name(fqn, tokens))
+    else:
+        for fqn, tensor, owners in _tensors(model):
+            if fqn in found and found[fqn][1] is not tensor:
+                raise LayoutError(
+                    f"{fqn}: two parameters have this name once wrappers' tokens "
+                    f"({', '.join(sorted(WRAPPERS))}) are stripped. Rename one of the modules."
+                )
+            found[fqn] = (_local_shape(tensor), tensor, owners, expert_name(fqn, tokens))
+    experts = Counter(
+        (place.head, place.tail)
+        for _, _, _, place in found.values()
+        if place is not None and place.local_expert_index is not None
+    )
+    layouts = {}
+    for fqn, (shape, tensor, owners, place) in found.items():
+        info = ParamInfo(
+            fqn,
+            shape,
+            grids.dense if place is None else grids.expert,
+            place is not None,
+            None if place is None else experts.get((place.head, place.tail)),
+            tensor,
+            owners,
+        )
+        layouts[fqn] = registry.layout(info)
+    return layouts

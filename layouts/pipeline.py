@@ -1,0 +1,83 @@
+"""Pipeline layer numbers: a stage counts its layers from 0, the checkpoint does not."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .provider import Level, ParamInfo
+from .stages import Stage
+
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)$")
+
+
+class PipelineLayers:
+    """Puts the global layer number in the place of a pipeline stage's local one.
+
+    | form | reads |
+    |---|---|
+    | `PipelineLayers()` | the layer's own `layer_number` (counted from 1, as Megatron does) |
+    | `PipelineLayers(offset=2)` | the number of layers of the stages before |
+    | `PipelineLayers({0: 2, 1: 6})` | the global number of each local layer |
+
+    Only the token after the first `layers` is a layer number; a nested `layers.0` deeper in the
+    name stays.
+
+    Args:
+        numbers: Global number for each local one.
+        offset: What to add to the local number.
+
+    Source: megatron/core/transformer/transformer_layer.py, layer_number.
+    """
+
+    name = "pipeline-layers"
+    level = Level.NAME
+
+    def __init__(
+        self, numbers: Mapping[int, int] | None = None, *, offset: int | None = None
+    ) -> None:
+        self._numbers = numbers
+        self._offset = offset
+
+    def _place(self, param: ParamInfo) -> tuple[int, int, int] | None:
+        """Returns the span of the local layer number in the name, and the global number."""
+        if self._numbers is not None or self._offset is not None:
+            found = re.search(r"(?:^|\.)layers\.(\d+)(?=\.)", param.fqn)
+            if found is None:
+                return None
+            local = int(found[1])
+            if self._numbers is not None and local not in self._numbers:
+                raise param.fail(
+                    f"layer {local} is not among the {len(self._numbers)} layers of "
+                    f"PipelineLayers({dict(self._numbers)})",
+                    "Give every local layer its global number.",
+                )
+            start, stop = found.span(1)
+            return start, stop, (self._numbers or {}).get(local, local + (self._offset or 0))
+        for path, module in param.owners:
+            number = _layer_number(module)
+            found = _LAYER.match(path)
+            if found is not None and number is not None:
+                start, stop = found.span(1)
+                return start, stop, number - 1
+        return None
+
+    def claims(self, param: ParamInfo) -> bool:
+        place = self._place(param)
+        return place is not None and param.fqn[place[0] : place[1]] != str(place[2])
+
+    def stages(self, param: ParamInfo) -> tuple[Stage, ...]:
+        return ()
+
+    def rename(self, param: ParamInfo, name: str) -> str:
+        """Returns the name with the global layer number."""
+        place = self._place(param)
+        if place is None:
+            return name
+        # Names are only ever changed behind the layer's token, so the span still holds.
+        start, stop, number = place
+        return name[:start] + str(number) + name[stop:]
+
+
+def _layer_number(module: Any) -> int | None:
+    number = getattr(module, "layer_number", None)
+    return number if isinstance(number, int) else None

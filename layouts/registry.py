@@ -1,0 +1,109 @@
+"""From parameters and providers to layouts.
+
+| name | is |
+|---|---|
+| `LayoutRegistry` | providers in order, checked; makes a parameter's layout |
+| `installed_layouts` | the providers that other packages register as `shardplan.layouts` |
+"""
+
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+
+from .errors import LayoutError
+from .layout import Layout
+from .provider import LayoutProvider, Level, ParamInfo
+from .stages import Fuse, Stage
+from .storage import Whole
+
+ENTRY_POINTS = "shardplan.layouts"
+
+
+class LayoutRegistry:
+    """Providers that make layouts; an instance that is passed around, never changed.
+
+    Args:
+        providers: Provider instances; the order does not matter, the levels do.
+
+    Raises:
+        LayoutError: If two providers have one name, or something is no provider.
+    """
+
+    def __init__(self, providers: Iterable[LayoutProvider]) -> None:
+        self._providers: tuple[LayoutProvider, ...] = tuple(providers)
+        seen: dict[str, LayoutProvider] = {}
+        for provider in self._providers:
+            if isinstance(provider, type) or not isinstance(provider, LayoutProvider):
+                raise LayoutError(
+                    f"{provider!r} is no layout provider. Pass an instance with name, level, "
+                    "claims(param) and stages(param)."
+                )
+            if provider.name in seen:
+                raise LayoutError(
+                    f"two layout providers have the name {provider.name!r}: "
+                    f"{seen[provider.name]!r} and {provider!r}. Leave one out, or give it "
+                    "another name."
+                )
+            seen[provider.name] = provider
+        self._by_level = [
+            (level, [(p.claims, p) for p in self._providers if p.level == level]) for level in Level
+        ]
+
+    @property
+    def providers(self) -> tuple[LayoutProvider, ...]:
+        """The providers, as given."""
+        return self._providers
+
+    def layout(self, param: ParamInfo) -> Layout:
+        """Returns the layout of a parameter.
+
+        A parameter that nobody claims at any level is whole and equal on every rank of its grid.
+
+        Raises:
+            LayoutError: If two providers claim it at one level, or one can't place it.
+        """
+        stages: list[Stage] = []
+        joined: list[Stage] = []
+        name = param.fqn
+        for level, members in self._by_level:
+            claiming = [provider for claims, provider in members if claims(param)]
+            if len(claiming) > 1:
+                raise param.fail(
+                    f"both {claiming[0].name!r} and {claiming[1].name!r} claim it at level "
+                    f"{level.name}",
+                    "Leave one of them out of layouts=, or narrow its patterns.",
+                )
+            if claiming:
+                provider = claiming[0]
+                for stage in provider.stages(param):
+                    (joined if isinstance(stage, Fuse) else stages).append(stage)
+                rename = getattr(provider, "rename", None)
+                if rename is not None:
+                    name = rename(param, name)
+            if level is Level.STORAGE and not stages:
+                stages.append(Whole(param.local_shape))
+            elif level is Level.PARALLEL:
+                stages += joined  # parts are joined again when each of them is global
+        return Layout(param.fqn, name, tuple(stages), param.family)
+
+
+def installed_layouts() -> tuple[LayoutProvider, ...]:
+    """Returns one instance of each provider that an installed package registers.
+
+    A package registers a provider's class (or a function that makes one) in the entry-point
+    group `shardplan.layouts`.
+
+    Raises:
+        LayoutError: If one can't be loaded; the entry point's name and package are named.
+    """
+    found = []
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.name):
+        try:
+            made = entry.load()
+            found.append(made() if callable(made) else made)
+        except Exception as error:
+            package = entry.dist.name if entry.dist else "an unknown package"
+            raise LayoutError(
+                f"the layout provider {entry.name!r} of {package} can't be loaded: {error}. "
+                "Uninstall the package, or pass layouts= without it."
+            ) from error
+    return tuple(found)

@@ -1,0 +1,63 @@
+"""Layouts as plain data: what is stored in a checkpoint, sent in a message, hashed in a digest."""
+
+from dataclasses import fields
+from typing import Any
+
+from .errors import LayoutError
+from .stages import Concat, ExpertIndex, Fuse, Interleave, Permute, Shard, Stack, Unpad, Unstack
+from .storage import Cut, Cuts, FlatBuffer, FlatRanges, Whole
+
+STAGES: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        Whole,
+        FlatBuffer,
+        FlatRanges,
+        Cuts,
+        Concat,
+        Interleave,
+        Shard,
+        Fuse,
+        Unpad,
+        Permute,
+        ExpertIndex,
+        Unstack,
+        Stack,
+    )
+}
+
+
+def stage_to_json(stage: Any) -> list[Any]:
+    """Returns a stage as `[name, {field: value}]`, plain data."""
+    values = {f.name: _plain(getattr(stage, f.name)) for f in fields(stage)}
+    return [type(stage).__name__, values]
+
+
+def stage_from_json(data: Any) -> Any:
+    """Returns the stage that `stage_to_json` wrote.
+
+    Raises:
+        LayoutError: If the data is no stage of this version.
+    """
+    try:
+        name, values = data
+        cls = STAGES[name]
+        if name == "Cuts":
+            values = {**values, "cuts": [Cut(**_tuples(cut)) for cut in values["cuts"]]}
+        return cls(**{key: _tuple(value) for key, value in values.items()})
+    except (KeyError, TypeError, ValueError) as error:
+        raise LayoutError(f"{data!r} is no stage of a layout: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Cut):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(_tuple(v) for v in value) if isinstance(value, list) else value
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _tuple(value) for key, value in values.items()}
