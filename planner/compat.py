@@ -1,0 +1,93 @@
+"""The one place that touches private names of torch, so that a release breaks one file.
+
+| name | reaches for |
+|---|---|
+| `local_tensor` | a DTensor's local tensor without the autograd wrapper of `to_local()` |
+| `dtensor_spec` | its mesh and placements as one comparable value |
+| `root_mesh` | the mesh that a submesh was sliced from |
+| `calling_save` | what `dcp.save` knows and does not tell its planner: the writer, the mode |
+| `keeps_one_chunk_per_key`, `names_files_by_rank` | what torch's own writers can hold |
+
+Tested on torch 2.11, 2.13.0 and 2.14.1.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank stores of a tensor: a DTensor's local part, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def dtensor_spec(tensor: Any) -> Any:
+    """Returns a DTensor's mesh, placements and shape as one value that can be compared."""
+    return tensor._spec
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Returns the mesh that `mesh` was sliced from, itself if it was not."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return find() if find is not None else mesh
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCall:
+    """What a running `dcp.save` was asked for.
+
+    Attributes:
+        writer: The storage writer.
+        use_collectives: Whether ranks exchange plans and results.
+        no_dist: Whether one process saves by itself.
+    """
+
+    writer: Any
+    use_collectives: bool
+    no_dist: bool
+
+
+def calling_save() -> SaveCall | None:
+    """Returns the `dcp.save` that is calling, None if something else calls the planner.
+
+    DCP tells a planner neither which writer will hold its plan nor whether the ranks will meet,
+    so this looks at the caller's variables. Without an answer the checks on the writer are
+    left out; nothing else depends on it.
+    """
+    frame = sys._getframe(1)
+    for _ in range(16):
+        if frame.f_code.co_name == "_save_state_dict":
+            found = frame.f_locals
+            writer = found.get("storage_writer")
+            if writer is None:
+                return None
+            return SaveCall(
+                writer, bool(found.get("use_collectives", True)), bool(found.get("no_dist", False))
+            )
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def keeps_one_chunk_per_key(writer: Any) -> bool:
+    """Returns whether a stock writer keeps only the last chunk of a key in each file.
+
+    True of torch's safetensors writers: their files are dictionaries by fqn.
+    """
+    if isinstance(writer, HuggingFaceStorageWriter):
+        return True
+    return getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS
+
+
+def names_files_by_rank(writer: Any, use_collectives: bool) -> bool:
+    """Returns whether a writer gives every rank files of its own.
+
+    Without collectives torch's Hugging Face writer never learns its rank.
+    """
+    return use_collectives or not isinstance(writer, HuggingFaceStorageWriter)

@@ -1,0 +1,171 @@
+"""From a state dict to named values: which leaf belongs to which parameter, in which role.
+
+| name | is |
+|---|---|
+| `Place` | what stands around a parameter's name in a key: section, slot |
+| `Names` | finds the parameter that a path speaks of |
+
+The keys are those of stock DCP: path elements joined by dots. `model.layers.0.w` is the parameter
+`layers.0.w` in the section `model`; `optimizer.state.layers.0.w.exp_avg` is its slot `exp_avg`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardplan.layouts import LayoutError
+from shardplan.layouts.model import clean_name
+
+Path = tuple[Any, ...]
+
+
+class Index(int):
+    """A position in a list, as an element of a path; plain integers are keys of mappings."""
+
+    __slots__ = ()
+
+
+def is_value(value: list[Any]) -> bool:
+    """Returns whether a list is stored as one value: it holds no tensor and no structure.
+
+    Mappings are always entered and other values never; these are stock DCP's rules, but that an
+    empty mapping is a value too and integer keys stay integers.
+    """
+    return not any(
+        isinstance(entry, torch.Tensor | Mapping)
+        or (isinstance(entry, list) and not is_value(entry))
+        for entry in value
+    )
+
+
+def key_of(path: Path) -> str:
+    """Returns the key that stock DCP gives a path."""
+    return ".".join(map(str, path))
+
+
+def stock_path(path: Path) -> Path:
+    """Returns a path as stock DCP stores it: positions as integers, all keys as text."""
+    return tuple(int(e) if isinstance(e, Index) else str(e) for e in path)
+
+
+class Place(NamedTuple):
+    """What stands around a parameter's name in the key of one of its values.
+
+    Attributes:
+        before: Path elements before the element that holds the name.
+        head: Text before the name in that element, `'state.'` in a flattened optimizer state.
+        tail: Text after it, `'.exp_avg'` likewise.
+        after: Path elements after it, `('exp_avg',)`.
+    """
+
+    before: Path
+    head: str
+    tail: str
+    after: Path
+
+    def path(self, name: str) -> Path:
+        """Returns the path of the value that belongs to a parameter's name."""
+        return (*self.before, self.head + name + self.tail, *self.after)
+
+    def key(self, name: str) -> str:
+        """Returns the key on disk of the value that belongs to a parameter's name."""
+        return key_of(self.path(name))
+
+    @property
+    def slot(self) -> str:
+        """The optimizer's name for the value, empty for the parameter itself."""
+        return key_of(self.after) if self.after else self.tail.lstrip(".")
+
+
+class Found(NamedTuple):
+    """The parameter that a path speaks of.
+
+    Attributes:
+        chunk: Which of the model's chunks has it.
+        fqn: Its name there.
+        place: What stands around the name.
+    """
+
+    chunk: int
+    fqn: str
+    place: Place
+
+
+class Names:
+    """Finds parameters by the paths of a state dict.
+
+    Args:
+        chunks: Names of each chunk of the model and the section it answers for: `None` for any.
+    """
+
+    def __init__(self, chunks: Iterable[tuple[str | None, Iterable[str]]]) -> None:
+        self._chunks = [(section, dict.fromkeys(names)) for section, names in chunks]
+        self._virtual = len(self._chunks) > 1 and all(s is None for s, _ in self._chunks)
+
+    def find(self, path: Path) -> Found | None:
+        """Returns the parameter that a path speaks of, None if it speaks of none.
+
+        Raises:
+            LayoutError: If it may speak of a parameter of two chunks of the model.
+        """
+        places = []
+        section, number = _section(path[0])
+        for chunk, (own, names) in enumerate(self._chunks):
+            if own is not None and str(path[0]) != own:
+                continue
+            if self._virtual and number is not None and number != chunk:
+                continue
+            found = _find(path, names)
+            if found is not None:
+                places.append((chunk, *found))
+        if not places:
+            return None
+        if len(places) > 1:
+            raise LayoutError(
+                f"{key_of(path)}: chunks {places[0][0]} and {places[1][0]} of the model both have "
+                f"a parameter {places[0][1]}. Name the sections after the chunks (model0, model1 "
+                "and optimizer0, optimizer1)."
+            )
+        chunk, fqn, place = places[0]
+        if self._virtual and number is not None:
+            place = place._replace(before=(section, *place.before[1:]))
+        return Found(chunk, fqn, place)
+
+
+def _section(name: Any) -> tuple[Any, int | None]:
+    """Splits the name of a virtual pipeline chunk's section: `'model1'` → `('model', 1)`."""
+    text = str(name)
+    stem = text.rstrip("0123456789")
+    return (stem, int(text[len(stem) :])) if stem and stem != text else (name, None)
+
+
+def _find(path: Path, names: Mapping[str, None]) -> tuple[str, Place] | None:
+    """Finds a parameter's name in a path: the element itself, or part of a dotted element."""
+    for last in range(len(path) - 1, max(len(path) - 3, -1), -1):
+        element, after = path[last], path[last + 1 :]
+        if not isinstance(element, str):
+            continue
+        if element in names:
+            return element, Place(path[:last], "", "", after)
+        clean = clean_name(element)
+        if clean != element and clean in names:
+            return clean, Place(path[:last], "", "", after)
+    element = path[-1]
+    if isinstance(element, str) and "." in element:
+        return _inside(path, element, names)
+    return None
+
+
+def _inside(path: Path, element: str, names: Mapping[str, None]) -> tuple[str, Place] | None:
+    """Finds a name inside a dotted element such as `state.layers.0.w.exp_avg`."""
+    tokens = element.split(".")
+    for start in range(len(tokens)):
+        for stop in (len(tokens), len(tokens) - 1):
+            inner = ".".join(tokens[start:stop])
+            fqn = inner if inner in names else clean_name(inner)
+            if inner and fqn in names and (start or stop < len(tokens)):
+                head = "".join(token + "." for token in tokens[:start])
+                tail = "".join("." + token for token in tokens[stop:])
+                return fqn, Place(path[:-1], head, tail, ())
+    return None

@@ -1,0 +1,192 @@
+"""What one rank holds: the state dict's values sorted into parameters, slots and extras.
+
+| name | is |
+|---|---|
+| `Holding` | one value that belongs to a parameter |
+| `Holdings` | all values of a state dict, checked against the layouts |
+| `sort_values` | makes them |
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardplan.layouts import Cuts, Layout, LayoutError, LayoutRegistry, ParamInfo
+from shardplan.layouts.fsdp import DTensorStorage, dtensor_cuts
+from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
+
+from .compat import local_tensor
+from .entries import Found, Path, Place, key_of
+from .manifest import OBJECT, SHARD, VALUE, Kind
+from .table import Chunk, LayoutTable, grids_from_tensors
+
+
+class Holding(NamedTuple):
+    """One value that belongs to a parameter.
+
+    Attributes:
+        number: Its position among the state dict's values.
+        kind: Section, slot, role and dtype.
+        order: The parameter's position among the layouts of its chunk.
+        layout: Where it lies.
+    """
+
+    number: int
+    kind: Kind
+    order: int
+    layout: Layout
+
+
+@dataclass(slots=True)
+class Holdings:
+    """All values of a state dict.
+
+    Attributes:
+        chunks: The table's chunks, and one more for tensors that describe themselves.
+        held: Values that belong to a parameter.
+        extras: Positions and paths of the others.
+    """
+
+    chunks: tuple[Chunk, ...]
+    held: list[Holding] = field(default_factory=list)
+    extras: list[tuple[int, Path]] = field(default_factory=list)
+
+
+def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdings:
+    """Sorts a state dict's values by what they belong to.
+
+    Args:
+        table: The model's layouts.
+        values: Paths and values, as `leaves` returns them.
+
+    Raises:
+        LayoutError: If a tensor does not fit the layout of its parameter.
+    """
+    holdings = Holdings(table.chunks)
+    checks = [_Checks(chunk) for chunk in table.chunks]
+    orders = [{fqn: i for i, fqn in enumerate(chunk.layouts)} for chunk in table.chunks]
+    kinds: dict[tuple[int, Place, str, torch.dtype | None], Kind] = {}
+    lone: list[tuple[int, Path, DTensor]] = []
+    for number, (path, value) in enumerate(values):
+        found = table.names.find(path)
+        is_tensor = isinstance(value, torch.Tensor)
+        if found is None:
+            if is_tensor and isinstance(value, DTensor):
+                lone.append((number, path, value))
+            else:
+                holdings.extras.append((number, path))
+            continue
+        chunk, fqn, place = found
+        slot = place.slot
+        if not is_tensor:
+            if not slot:
+                holdings.extras.append((number, path))
+                continue
+            role, dtype, layout = OBJECT, None, table.chunks[chunk].layout(fqn, slot)
+        else:
+            layout, role = checks[chunk].fit(found, slot, value)
+            dtype = value.dtype
+        ident = (chunk, place, role, dtype)
+        if role == VALUE:
+            kind = Kind(chunk, place, role, dtype, tuple(value.shape))
+        else:
+            kind = kinds.get(ident) or kinds.setdefault(ident, Kind(*ident))
+        holdings.held.append(Holding(number, kind, orders[chunk][fqn], layout))
+    if lone:
+        _place_lone(table, holdings, lone)
+    return holdings
+
+
+class _Checks:
+    """Checks tensors against the layouts of a chunk; what was found once is remembered."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+        self._numel: dict[int, int] = {}
+        self._cuts: dict[Any, Cuts] = {}
+
+    def fit(self, found: Found, slot: str, tensor: torch.Tensor) -> tuple[Layout, str]:
+        """Returns the layout that a tensor follows and its role.
+
+        Raises:
+            LayoutError: If its size or its placements contradict the parameter's layout.
+        """
+        layout = self._chunk.layout(found.fqn, slot)
+        numel = self._numel.get(id(layout))
+        if numel is None:
+            numel = layout.storage.numel(self._chunk.grids.of(layout.family))
+            self._numel[id(layout)] = numel
+        local = local_tensor(tensor)
+        held = local.numel()
+        if slot and held == 1 and tensor.numel() == 1 and (slot == "step" or numel != 1):
+            return layout, VALUE
+        if isinstance(tensor, DTensor) and not isinstance(layout.storage, FlatBuffer | FlatRanges):
+            layout = self._placed(found.fqn, layout, tensor)
+            numel = layout.storage.numel(self._chunk.grids.of(layout.family))
+        if held != numel:
+            raise self._misfit(layout, tensor, local, numel)
+        shape = layout.local_shape
+        whole = tensor is local and isinstance(layout.storage, Whole | Cuts) and local.dim() > 1
+        if whole and len(shape) > 1 and numel == math.prod(shape) and tuple(local.shape) != shape:
+            raise self._misfit(layout, tensor, local, numel)
+        return layout, SHARD
+
+    def _placed(self, fqn: str, layout: Layout, tensor: DTensor) -> Layout:
+        """Returns the layout with the cuts that a DTensor's own placements make."""
+        ident = (tensor.placements, id(tensor.device_mesh), tensor.shape, layout.family)
+        cuts = self._cuts.get(ident)
+        if cuts is None:
+            grid = self._chunk.grids.of(layout.family)
+            shape = tuple(tensor.shape)
+            info = ParamInfo(fqn, shape, grid, layout.family == "expert", None, tensor)
+            cuts = self._cuts[ident] = dtensor_cuts(info)
+        storage = layout.storage
+        if (isinstance(storage, Cuts) and cuts == storage) or not (
+            cuts.cuts or isinstance(storage, Cuts)
+        ):
+            return layout
+        if cuts.shape != storage.shape:
+            raise LayoutError(
+                f"{fqn}: a DTensor of shape {cuts.shape} stands for a parameter of shape "
+                f"{storage.shape} ({self._chunk.grids.facts()}). Build the planner with the model "
+                "as it is when it is saved or loaded."
+            )
+        return Layout(layout.fqn, layout.name, (cuts, *layout.stages[1:]), layout.family)
+
+    def _misfit(
+        self, layout: Layout, tensor: torch.Tensor, local: torch.Tensor, numel: int
+    ) -> LayoutError:
+        kind = "DTensor's local part" if tensor is not local else "tensor"
+        return LayoutError(
+            f"{layout.fqn}: the {kind} has {local.numel()} elements (shape {tuple(local.shape)}) "
+            f"but its layout stores {numel} of the local tensor {layout.local_shape} on this rank "
+            f"({self._chunk.grids.facts()}). Pass the provider that knows how it is cut, such as "
+            "FSDPFlatBuffer({name: ranges})."
+        )
+
+
+def _place_lone(
+    table: LayoutTable, holdings: Holdings, lone: list[tuple[int, Path, DTensor]]
+) -> None:
+    """Gives DTensors that are no parameters a chunk of their own; their meshes describe them."""
+    grids = table.grids
+    if not any(chunk.layouts for chunk in table.chunks):
+        grids = grids_from_tensors((key_of(path), tensor) for _, path, tensor in lone) or grids
+    registry = LayoutRegistry([DTensorStorage()])
+    layouts: dict[str, Layout] = {}
+    chunk = Chunk(None, grids, layouts, {})
+    checks = _Checks(chunk)
+    for number, path, tensor in lone:
+        key = key_of(path)
+        info = ParamInfo(key, tuple(tensor.shape), grids.dense, False, None, tensor)
+        made = registry.layout(info)
+        layouts[key] = Layout(key, str(path[-1]), made.stages)
+        place = Place(path[:-1], "", "", ())
+        checks.fit(Found(0, key, place), "", tensor)
+        kind = Kind(len(table.chunks), place, SHARD, tensor.dtype)
+        holdings.held.append(Holding(number, kind, len(layouts) - 1, layouts[key]))
+    holdings.chunks = (*table.chunks, chunk)

@@ -1,0 +1,251 @@
+"""What a pipeline stage saves, as plain data: from it anyone can write down the whole checkpoint.
+
+| name | is |
+|---|---|
+| `Group` | values of one kind: a section or an optimizer slot, for many parameters |
+| `Extra` | a value that belongs to no parameter |
+| `StageManifest` | layouts, groups and extras of one pipeline stage |
+| `stage_metadata` | DCP's metadata for a stage: every chunk of every rank, from layouts alone |
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardplan.layouts import EXPERT, CheckpointError, Grid, Layout
+from shardplan.layouts.coverage import tiling_faults
+from shardplan.layouts.errors import summary
+from shardplan.layouts.layout import evaluate
+from shardplan.layouts.slab import Box, Frame
+from shardplan.layouts.stages import Stage
+
+from .entries import Path, Place, key_of
+from .ownership import parts, take
+from .table import Chunk
+
+Stored = TensorStorageMetadata | BytesStorageMetadata
+
+SHARD = "shard"  # laid out as its parameter
+VALUE = "value"  # one tensor for the whole parameter, such as a step
+OBJECT = "object"  # one Python value for the whole parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the values of a group have in common.
+
+    Attributes:
+        chunk: Which of the model's chunks the parameters belong to.
+        place: What stands around the parameter's name in their keys.
+        role: SHARD, VALUE or OBJECT.
+        dtype: Data type of the tensors, None for Python values.
+        shape: Shape of a VALUE, empty otherwise.
+    """
+
+    chunk: int
+    place: Place
+    role: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] = ()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize if self.dtype is not None else 1
+
+
+class Members:
+    """Which parameters of a chunk a group has: one bit each, in the order of the layouts."""
+
+    __slots__ = ("bits",)
+
+    def __init__(self, count: int = 0, bits: bytes | None = None) -> None:
+        self.bits = bytearray((count + 7) // 8) if bits is None else bytearray(bits)
+
+    def add(self, index: int) -> None:
+        """Adds the parameter number `index`."""
+        self.bits[index >> 3] |= 1 << (index & 7)
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self.bits[index >> 3] & (1 << (index & 7)))
+
+    def __iter__(self) -> Iterator[int]:
+        for byte, value in enumerate(self.bits):
+            while value:
+                low = value & -value
+                yield (byte << 3) + low.bit_length() - 1
+                value ^= low
+
+    def union(self, other: "Members") -> "Members":
+        """Returns the members of either group."""
+        return Members(bits=bytes(a | b for a, b in zip(self.bits, other.bits, strict=True)))
+
+    def missing(self, other: "Members") -> "Members":
+        """Returns the members of `other` that this group lacks."""
+        return Members(bits=bytes(b & ~a for a, b in zip(self.bits, other.bits, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A value that belongs to no parameter: it must be equal on every rank that has it.
+
+    Attributes:
+        path: Its path in the state dict.
+        digest: Digest of the value.
+        dtype: Data type of a tensor, None for a Python value.
+        shape: Shape of a tensor.
+    """
+
+    path: Path
+    digest: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its key on disk."""
+        return key_of(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class StageManifest:
+    """Everything that the ranks of one pipeline stage save.
+
+    Attributes:
+        chunks: The model's chunks with grids and layouts.
+        groups: Which parameters have values of which kind.
+        extras: Values that belong to no parameter.
+    """
+
+    chunks: tuple[Chunk, ...]
+    groups: dict[Kind, Members] = field(default_factory=dict)
+    extras: tuple[Extra, ...] = ()
+
+    def layouts(self, kind: Kind) -> tuple[Layout, ...]:
+        """Returns the layouts of a group's parameters, members or not, in order."""
+        chunk = self.chunks[kind.chunk]
+        slot = kind.place.slot
+        return tuple(chunk.layout(fqn, slot) for fqn in chunk.layouts)
+
+
+class ChunkLists:
+    """The chunks of all ranks for a layout, made once for each distinct chain of stages.
+
+    Args:
+        grid: The grid of the layouts' family; the coordinate does not matter.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._start = grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
+        self._known: dict[tuple[tuple[Stage, ...], int], list[tuple[Frame, torch.Size, Any]]] = {}
+
+    def of(self, layout: Layout, itemsize: int) -> list[tuple[Frame, torch.Size, Any]]:
+        """Returns each global tensor of a layout with its shape and the chunks that are written.
+
+        Raises:
+            CheckpointError: If the chunks of all ranks do not cover a tensor exactly once.
+        """
+        known = self._known.get((layout.stages, itemsize))
+        if known is None:
+            known = self._known[layout.stages, itemsize] = self._make(layout, itemsize)
+        return known
+
+    def _make(self, layout: Layout, itemsize: int) -> list[tuple[Frame, torch.Size, Any]]:
+        outer = [axis for axis in layout.axes if axis not in layout.storage.axes]
+        replicas = self._start.count(layout.replica_axes(self._start))
+        frames: dict[tuple[str, int | None], tuple[Frame, list[Box]]] = {}
+        for place in self._start.walk(outer):
+            for grid in list(layout.storage.holders(place)) or (place,):
+                for frame in evaluate(layout.stages, grid, layout.fqn):
+                    boxes = frames.setdefault((frame.suffix, frame.expert), (frame, []))[1]
+                    for box in frame.boxes:
+                        cuts = parts(box.sizes, itemsize, replicas)
+                        boxes += [box] if cuts is None else [take(box, cut) for cut in cuts]
+        made, faults = [], []
+        for frame, boxes in frames.values():
+            for fault in tiling_faults(frame.shape, ((b.offsets, b.sizes) for b in boxes)):
+                faults.append(f"{layout.key(frame)}: {fault} of shape {frame.shape}")
+            chunks = [
+                ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes
+            ]
+            if not chunks and math.prod(frame.shape) == 0:
+                zeros = torch.Size([0] * len(frame.shape))
+                chunks = [ChunkStorageMetadata(zeros, torch.Size(frame.shape))]
+            made.append((frame._replace(boxes=()), torch.Size(frame.shape), chunks))
+        if faults:
+            raise CheckpointError(
+                f"{layout.fqn}: {summary(faults)} (axes {layout.axes}). The providers' answers "
+                "do not fit together; shardplan.layouts.prove(layout, grid) shows it offline."
+            )
+        return made
+
+
+def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored, str]]:
+    """Yields key, path, stored form and origin of everything that a stage's ranks write.
+
+    The origin is the parameter's name in the model, for errors.
+
+    Raises:
+        CheckpointError: If the ranks' chunks do not cover a tensor exactly once.
+    """
+    lists: dict[tuple[int, str], ChunkLists] = {}
+    for kind, members in manifest.groups.items():
+        chunk = manifest.chunks[kind.chunk]
+        properties = TensorProperties(dtype=kind.dtype) if kind.dtype is not None else None
+        layouts = manifest.layouts(kind)
+        for index in members:
+            layout = layouts[index]
+            family = (kind.chunk, layout.family)
+            if family not in lists:
+                lists[family] = ChunkLists(chunk.grids.of(layout.family))
+            if kind.role == SHARD and properties is not None:
+                for frame, size, chunks in lists[family].of(layout, kind.itemsize):
+                    name = layout.key(frame)
+                    stored = TensorStorageMetadata(properties, size, chunks)
+                    yield kind.place.key(name), kind.place.path(name), stored, layout.fqn
+                continue
+            for name in value_names(layout, chunk.grids.of(layout.family)):
+                yield (
+                    kind.place.key(name),
+                    kind.place.path(name),
+                    _whole(properties, kind.shape),
+                    layout.fqn,
+                )
+    for extra in manifest.extras:
+        found = None if extra.dtype is None else TensorProperties(dtype=extra.dtype)
+        yield extra.key, extra.path, _whole(found, extra.shape), extra.key
+
+
+def value_name(layout: Layout, grid: Grid) -> str:
+    """Returns the name under which a rank knows a whole parameter's scalars.
+
+    Components share their parameter's name; an expert has its global index in it.
+    """
+    for stage in layout.stages if EXPERT in layout.name else ():
+        index = getattr(stage, "expert_index", None)
+        if index is not None:
+            return layout.key_of("", index(grid))
+    return layout.name
+
+
+def value_names(layout: Layout, grid: Grid) -> list[str]:
+    """Returns the names under which all ranks together know a whole parameter's scalars."""
+    axes = [a for s in layout.stages if hasattr(s, "expert_index") for a in s.axes]
+    return list(dict.fromkeys(value_name(layout, place) for place in grid.walk(axes)))
+
+
+def _whole(properties: TensorProperties | None, shape: tuple[int, ...]) -> Stored:
+    if properties is None:
+        return BytesStorageMetadata()
+    size = torch.Size(shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
+    return TensorStorageMetadata(properties, size, [chunk])

@@ -1,0 +1,216 @@
+"""Optimizer state by parameter name: integers and positions become names before a save.
+
+| name | does |
+|---|---|
+| `optimizer_names` | which integer of a raw `optimizer.state_dict()` is which parameter |
+| `by_name` | renames the values of optimizer states in a flattened state dict |
+
+| what the state dict has | what is saved |
+|---|---|
+| `state.{fqn}.{slot}` | the same, experts under their global name |
+| `state.{integer}.{slot}` | `state.{fqn}.{slot}` |
+| `param_groups` as a list, one name for a parameter on all ranks | the list; `params` by name |
+| the same with pipeline stages or experts, where each rank has other names | `param_groups.{fqn}.{option}`, torch's flattened form |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.layouts import CheckpointError
+from shardplan.layouts.model import clean_name
+
+from .entries import Path, key_of
+from .manifest import value_name
+from .table import LayoutTable, modules_of
+
+_GROUPS = "param_groups"
+_MEMBERS = ("params", "param_names")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """One value of a state dict under the path that it is saved by.
+
+    Attributes:
+        path: The path, by parameter name.
+        number: Position of the value among the state dict's own values.
+        names: The value itself where it is a list of parameters: their names on disk.
+    """
+
+    path: Path
+    number: int
+    names: tuple[str, ...] | None = None
+
+
+def optimizer_names(model: Any, optimizer: Any) -> dict[int, str]:
+    """Returns the name of each parameter of an optimizer by its integer in `state_dict()`.
+
+    Args:
+        model: The planner's `model`.
+        optimizer: A `torch.optim.Optimizer`, or None.
+    """
+    if optimizer is None:
+        return {}
+    names: dict[int, str] = {}
+    for _, module in modules_of(model):
+        for fqn, parameter in module.named_parameters():
+            names.setdefault(id(parameter), clean_name(fqn))
+    found: dict[int, str] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                found[number] = names[id(parameter)]
+            number += 1
+    return found
+
+
+def by_name(
+    paths: Sequence[Path], values: Sequence[Any], table: LayoutTable, ids: Mapping[int, str]
+) -> list[Named]:
+    """Returns the values of a state dict under the paths that they are saved by.
+
+    Args:
+        paths: Path of each value.
+        values: The values; only those of `param_groups` are looked at.
+        table: The model's layouts.
+        ids: Names of a raw optimizer state's integers, if they are known.
+
+    Raises:
+        CheckpointError: If an integer names no known parameter.
+    """
+    groups = _group_sections(paths)
+    if not groups:
+        return [Named(path, number) for number, path in enumerate(paths)]
+    members = {section: _members(section, paths, values, table, ids) for section in groups}
+    named: list[Named] = []
+    for number, path in enumerate(paths):
+        section = next((s for s in groups if path[: len(s)] == s), None)
+        rest = path[len(section) :] if section is not None else ()
+        if section is None or len(rest) < 2:
+            named.append(Named(path, number))
+            continue
+        known = members[section]
+        if rest[0] == "state" and isinstance(rest[1], int) and known is not None:
+            fqn = _name(path, rest[1], known.ids)
+            named.append(Named((*section, "state", fqn, *rest[2:]), number))
+        elif rest[0] == _GROUPS and len(rest) >= 3 and known is not None:
+            named += _group_value(section, rest, number, known.groups, table)
+        else:
+            named.append(Named(path, number))
+    return named
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The parameters of an optimizer: by integer, and of each group, by clean name."""
+
+    ids: dict[int, str]
+    groups: dict[int, list[str]]
+
+
+def _group_sections(paths: Sequence[Path]) -> list[Path]:
+    """Returns the paths of the optimizer states that have `param_groups` as a list."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if _GROUPS in path:
+            at = path.index(_GROUPS)
+            if len(path) > at + 2 and isinstance(path[at + 1], int):
+                found[path[:at]] = None
+    return list(found)
+
+
+def _members(
+    section: Path,
+    paths: Sequence[Path],
+    values: Sequence[Any],
+    table: LayoutTable,
+    ids: Mapping[int, str],
+) -> _Members | None:
+    """Returns the parameters of an optimizer; None where there is no model to know them."""
+    found: dict[int, list[Any]] = {}
+    names: dict[int, list[str]] = {}
+    for path, value in zip(paths, values, strict=True):
+        rest = path[len(section) :]
+        if path[: len(section)] == section and len(rest) == 3 and rest[0] == _GROUPS:
+            if rest[2] == "param_names":
+                names[rest[1]] = [str(name) for name in value]
+            elif rest[2] == "params":
+                found[rest[1]] = list(value)
+    known = dict(ids)
+    for group, listed in names.items():
+        known.update(zip(found.get(group, []), listed, strict=False))
+    if not any(chunk.layouts for chunk in table.chunks):
+        return None
+    if not known:
+        known = _by_order(found, table)
+    groups = {
+        group: [
+            clean_name(entry) if isinstance(entry, str) else _name(section, entry, known)
+            for entry in listed
+        ]
+        for group, listed in found.items()
+    }
+    return _Members(known, groups)
+
+
+def _by_order(found: Mapping[int, list[Any]], table: LayoutTable) -> dict[int, str]:
+    """Numbers the parameters of a model in their own order, if all are in one group.
+
+    `Optimizer(model.parameters())` numbers them so; the shapes are checked later like any.
+    """
+    fqns = [fqn for chunk in table.chunks for fqn in chunk.parameters]
+    listed = found.get(0, [])
+    if len(found) == 1 and listed == list(range(len(fqns))):
+        return dict(enumerate(fqns))
+    return {}
+
+
+def _name(path: Path, number: Any, ids: Mapping[int, str]) -> str:
+    if number not in ids:
+        raise CheckpointError(
+            f"{key_of(path)}: parameter number {number!r} of the optimizer has no known name. Pass "
+            "optimizer= to the planner, or save get_optimizer_state_dict(model, optimizer) of "
+            "torch.distributed.checkpoint.state_dict."
+        )
+    return ids[number]
+
+
+def names_differ(table: LayoutTable) -> bool:
+    """Returns whether ranks know different parameters: pipeline stages, or experts by index."""
+    return (
+        any(
+            chunk.grids.dense.size("pp") > 1 or chunk.grids.expert.size("ep") > 1
+            for chunk in table.chunks
+        )
+        or len(table.chunks) > 1
+    )
+
+
+def disk_name(table: LayoutTable, fqn: str) -> str:
+    """Returns a parameter's name on disk, an expert's by its global index."""
+    for chunk in table.chunks:
+        layout = chunk.layouts.get(fqn)
+        if layout is not None:
+            return value_name(layout, chunk.grids.of(layout.family))
+    return fqn
+
+
+def _group_value(
+    section: Path,
+    rest: Path,
+    number: int,
+    members: Mapping[int, list[str]],
+    table: LayoutTable,
+) -> list[Named]:
+    group, option = rest[1], rest[2:]
+    listed = members.get(group, [])
+    if not names_differ(table):
+        if option == ("params",):
+            names = tuple(disk_name(table, fqn) for fqn in listed)
+            return [Named((*section, *rest), number, names)]
+        return [Named((*section, *rest), number)]
+    if option[0] in _MEMBERS:
+        return []
+    return [Named((*section, _GROUPS, fqn, *option), number) for fqn in listed]

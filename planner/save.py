@@ -1,0 +1,306 @@
+"""The save planner: every rank writes down its part of the checkpoint alone.
+
+| name | is |
+|---|---|
+| `LayoutAwareSavePlanner` | the planner for `dcp.save` and `dcp.async_save` |
+"""
+
+import dataclasses
+import gc
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+from shardplan.layouts import CheckpointError, Grids, LayoutProvider
+
+from .agreement import PlanMessage, PlanReply, compare, first_difference
+from .compat import SaveCall, calling_save, keeps_one_chunk_per_key
+from .entries import Path, stock_path
+from .manifest import StageManifest, Stored, stage_metadata
+from .optimizer import Named, by_name, optimizer_names
+from .snapshot import Snapshot
+from .table import build_table
+from .values import to_bytes
+from .views import copy_of, view
+from .writing import Source, WritePlan, write_plan
+
+
+class LayoutAwareSavePlanner(SavePlanner):
+    """Plans a save from layouts: no rank asks another where its shards lie.
+
+    The order of DCP's calls, and who makes them:
+
+    | call | ranks | does here |
+    |---|---|---|
+    | `set_up_planner` | all | takes the state dict |
+    | `create_local_plan` | all | the rank's write items; nothing is sent |
+    | `create_global_plan` | coordinator | compares digests, writes down the whole metadata |
+    | `finish_plan` | all | puts the rank's own items back |
+    | `resolve_data` | all | the view of the tensor that an item names |
+
+    A plan travels without its items: each rank sends its place on the grid, a digest and one bit
+    for each value, the first rank of each pipeline stage its layouts too. The planner holds
+    layouts, and no tensor once a save is over, so it pickles, works under `async_save` and
+    serves for the next save, where an unchanged plan is reused.
+
+    Args:
+        model: A module; a list of modules (virtual pipeline chunks, sections `model0`, …); a
+            mapping from state-dict sections to modules with a `pg_collection` of their own; or a
+            mapping from names to local shapes in place of any module. Without a model only
+            tensors that describe themselves (DTensors) and replicas can be saved.
+        pg_collection: Process groups of the model; by default those it carries.
+        grid: Plain integers instead of process groups.
+        layouts: Providers; the built-in ones and those of installed packages if not given.
+        optimizer_layouts: Storage providers for optimizer state that is cut otherwise than its
+            parameter.
+        optimizer: The optimizer of a raw `optimizer.state_dict()`, whose integers name its
+            parameters; not needed for the form of `torch.distributed.checkpoint.state_dict`.
+        ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
+        ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
+
+    Raises:
+        LayoutError: If a parameter can't be placed or the grids do not fit together.
+        ValueError: If only one of `ep_rank` and `ep_size` is given.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        pg_collection: Any = None,
+        grid: Grids | None = None,
+        layouts: Iterable[LayoutProvider] | None = None,
+        optimizer_layouts: Iterable[LayoutProvider] = (),
+        optimizer: torch.optim.Optimizer | None = None,
+        ep_rank: int | None = None,
+        ep_size: int | None = None,
+    ) -> None:
+        self._table = build_table(
+            model,
+            pg_collection=pg_collection,
+            grid=grid,
+            layouts=layouts,
+            optimizer_layouts=optimizer_layouts,
+            ep_rank=ep_rank,
+            ep_size=ep_size,
+        )
+        self._ids = optimizer_names(model, optimizer)
+        self._state_dict: dict[str, Any] | None = None
+        self._snapshot: Snapshot | None = None
+        self._named: list[Named] = []
+        self._plan: WritePlan | None = None
+        self._values: list[Any] = []
+        self._manifest: StageManifest | None = None
+        self._items: list[WriteItem] = []
+        self._waiting: list[Source] = []
+        self._sources: dict[tuple[str, Any], Source] = {}
+        self._unresolved = 0
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Takes the state dict of this save; see `torch.distributed.checkpoint.SavePlanner`."""
+        self._state_dict = state_dict
+
+    def create_local_plan(self) -> SavePlan:
+        """Returns the rank's write items, in a plan that travels without them.
+
+        Raises:
+            LayoutError: If a tensor does not fit its parameter's layout.
+            CheckpointError: If two values have one key, or the storage writer would lose data.
+        """
+        call = calling_save()
+        if call is not None:
+            self._check_writer(call)
+        state_dict, self._state_dict = self._state_dict, None
+        if state_dict is None:
+            raise CheckpointError("create_local_plan was called before set_up_planner")
+        with without_gc():
+            raw = None if self._snapshot is None else self._snapshot.unchanged(state_dict)
+            if raw is None or self._plan is None:
+                raw = self._plan_anew(state_dict)
+            self._values = [_value(raw, named) for named in self._named]
+            self._manifest = self._plan.manifest(self._values) if self._plan else None
+        return self._quiet_plan()
+
+    def _plan_anew(self, state_dict: dict[str, Any]) -> list[Any]:
+        snapshot = Snapshot(state_dict)
+        raw = snapshot.take_values()
+        self._named = by_name(snapshot.paths, raw, self._table, self._ids)
+        for named in self._named:
+            if named.names is not None:
+                snapshot.pin(named.number, raw[named.number])
+        values: list[tuple[Path, Any]] = [(n.path, _value(raw, n)) for n in self._named]
+        self._plan = write_plan(self._table, values, self._table.grids.leads_stage)
+        self._snapshot = snapshot
+        return raw
+
+    def _quiet_plan(self) -> SavePlan:
+        assert self._plan is not None and self._manifest is not None  # create_local_plan made them
+        message = PlanMessage(
+            tuple(chunk.grids for chunk in self._plan.chunks),
+            self._plan.digest(self._table, self._manifest),
+            self._plan.groups,
+            self._manifest if self._table.grids.leads_stage else None,
+        )
+        return QuietSavePlan(items=self._plan.items, planner_data=message)
+
+    def _check_writer(self, call: SaveCall) -> None:
+        """Refuses a writer that would lose chunks, before a byte is written."""
+        name = type(call.writer).__name__
+        if keeps_one_chunk_per_key(call.writer):
+            raise CheckpointError(
+                f"{name} keeps only the last chunk of a key in each file, and a rank of this plan "
+                "may write several. Use torch's FileSystemWriter in its torch_save format, or "
+                "SafetensorsWriter of shardplan.planner."
+            )
+        world = self._table.grids.world_size
+        alone = call.no_dist or not call.use_collectives
+        if alone and world > 1 and not getattr(call.writer, "stores_layouts", False):
+            how = "no_dist=True" if call.no_dist else "use_collectives=False"
+            raise CheckpointError(
+                f"{name} with {how} would store this rank's chunks without those of the other "
+                f"{world - 1} ranks ({self._table.grids.facts()}), and a load would miss them. "
+                "Save with collectives, or use SafetensorsWriter of shardplan.planner."
+            )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Compares all ranks' digests and returns the metadata of the whole checkpoint.
+
+        Raises:
+            CheckpointError: If the ranks' grids do not fit together, a rank lacks a value that
+                it is needed for, two values have one key, or a tensor is not covered.
+        """
+        messages = [plan.planner_data for plan in all_plans]
+        for rank, message in enumerate(messages):
+            if not isinstance(message, PlanMessage):
+                raise CheckpointError(
+                    f"rank {rank} saves with another planner. Pass a LayoutAwareSavePlanner on "
+                    "every rank."
+                )
+        if len(messages) == 1 and self._table.grids.world_size > 1:
+            return self._alone(all_plans)
+        with without_gc():
+            agreement = compare(messages)
+            plans = [SavePlan([], planner_data=reply) for reply in agreement.replies]
+            if agreement.fault:
+                return plans, Metadata({})
+            return plans, checkpoint_metadata(agreement.stages)
+
+    def _alone(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plans without the other ranks: the writer stores the layouts, and readers compare."""
+        plan = dataclasses.replace(all_plans[0], planner_data=PlanReply())
+        return [plan], Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Returns the plan with this rank's items, for the storage writer.
+
+        Raises:
+            CheckpointError: If the ranks do not plan the same checkpoint; nothing was written.
+        """
+        reply = new_plan.planner_data
+        plan = self._plan
+        assert plan is not None and self._manifest is not None  # create_local_plan came before
+        if isinstance(reply, PlanReply) and reply.fault:
+            fault = reply.fault
+            if reply.other is not None:
+                fault = f"{first_difference(self._manifest, reply.other)}. This rank {fault}"
+            self._values = []
+            raise CheckpointError(f"{fault} ({self._table.grids.facts()})")
+        skip = reply.skip if isinstance(reply, PlanReply) else frozenset()
+        pairs = zip(plan.items, plan.sources, strict=True)
+        kept = [(i, s) for i, s in pairs if i.index.fqn not in skip] if skip else None
+        items = plan.items if kept is None else [item for item, _ in kept]
+        sources = plan.sources if kept is None else [source for _, source in kept]
+        self._items, self._waiting, self._sources = items, sources, {}
+        self._unresolved = len(items)
+        if not items:
+            self._values = []
+        return dataclasses.replace(new_plan, items=items, planner_data=None)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Returns the data of a write item: a view of the tensor where that is possible.
+
+        Raises:
+            CheckpointError: If the item is not of this plan, or a value can't be stored.
+        """
+        if not self._sources:
+            self._sources = {
+                (item.index.fqn, item.index.offset): source
+                for item, source in zip(self._items, self._waiting, strict=True)
+            }
+        index = write_item.index
+        source = self._sources.get((index.fqn, index.offset))
+        if source is None or not self._values:
+            raise CheckpointError(
+                f"{index.fqn} at {index.offset}: not an item of this rank's plan, or its save is "
+                "over. A storage writer resolves each item once."
+            )
+        value = self._values[source.number]
+        self._unresolved -= 1
+        if source.box is None:
+            data: torch.Tensor | io.BytesIO = to_bytes(index.fqn, value)
+        else:
+            shown = view(value, source.box)
+            data = copy_of(value, source.box) if shown is None else shown
+        if self._unresolved == 0:
+            self._values = []
+        return data
+
+
+class QuietSavePlan(SavePlan):
+    """A plan that keeps its items when it is sent: they stay with the rank that made them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SavePlan, ([], self.storage_data, self.planner_data, self.usable)
+
+
+def checkpoint_metadata(stages: Iterable[StageManifest]) -> Metadata:
+    """Returns DCP's metadata of a checkpoint from the manifests of its pipeline stages.
+
+    Raises:
+        CheckpointError: If two values have one key, or a tensor is not covered exactly once.
+    """
+    stored: dict[str, Stored] = {}
+    paths: dict[str, Path] = {}
+    origins: dict[str, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for key, path, entry, origin in stage_metadata(stage):
+            if key in stored:
+                where, other = origins[key]
+                raise CheckpointError(
+                    f"{key}: both {other} of pipeline stage {where} and {origin} of stage "
+                    f"{number} have this key. If stages count their layers from 0, give the "
+                    "layers a layer_number or pass PipelineLayers(offset=...)."
+                )
+            stored[key] = entry
+            paths[key] = stock_path(path)
+            origins[key] = (number, origin)
+    return Metadata(stored, planner_data=paths)
+
+
+def _value(raw: list[Any], named: Named) -> Any:
+    return raw[named.number] if named.names is None else list(named.names)
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Holds cyclic garbage collection off while many small objects are made.
+
+    A plan makes no cycles; collecting while it grows took half of the planning time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

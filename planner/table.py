@@ -1,0 +1,244 @@
+"""The layouts of everything that one rank may hold, made once from the model.
+
+| name | is |
+|---|---|
+| `Chunk` | one module with its grids and layouts |
+| `LayoutTable` | all chunks of the model that a planner was given |
+| `build_table` | reads the model, the process groups or the integers, and the providers |
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from shardplan.layouts import (
+    DEFAULT_LAYOUTS,
+    Grid,
+    Grids,
+    Layout,
+    LayoutError,
+    LayoutProvider,
+    LayoutRegistry,
+    Level,
+    carried_pg_collection,
+    clean_name,
+    expert_name,
+    installed_layouts,
+    model_layouts,
+)
+from shardplan.layouts.grid import mesh_axes
+from shardplan.layouts.layout import digest
+from shardplan.layouts.serial import stage_to_json
+
+from .compat import root_mesh
+from .entries import Names
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One module of the model: its grids and where its parameters lie.
+
+    Attributes:
+        section: The state-dict prefix it answers for, None for any.
+        grids: This rank's grids of the module.
+        layouts: Layout of each parameter and buffer, by clean name.
+        state_layouts: Layout of each parameter's optimizer state, where it differs.
+        parameters: Names of the parameters in the order of `named_parameters()`, tied ones once.
+    """
+
+    section: str | None
+    grids: Grids
+    layouts: dict[str, Layout]
+    state_layouts: dict[str, Layout]
+    parameters: tuple[str, ...] = ()
+
+    def layout(self, fqn: str, slot: str) -> Layout:
+        """Returns the layout of a parameter's value; a slot may have one of its own."""
+        if slot and fqn in self.state_layouts:
+            return self.state_layouts[fqn]
+        return self.layouts[fqn]
+
+
+class LayoutTable:
+    """The chunks of a model; integers and names only, so it pickles and outlives the tensors."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = tuple(chunks)
+        self.names = Names((chunk.section, chunk.layouts) for chunk in self.chunks)
+        self.digest = _digest(self.chunks)
+
+    @property
+    def grids(self) -> Grids:
+        """The grids of the first chunk; all chunks span the same ranks."""
+        return self.chunks[0].grids
+
+
+def _digest(chunks: Iterable[Chunk]) -> str:
+    """Returns a digest of all layouts, equal on all ranks of a pipeline stage."""
+    known: dict[Any, str] = {}
+
+    def text(layout: Layout) -> str:
+        parts = []
+        for stage in layout.stages:
+            if stage not in known:
+                known[stage] = repr(stage_to_json(stage))
+            parts.append(known[stage])
+        return f"{layout.name}|{layout.family}|{'|'.join(parts)}"
+
+    return digest(
+        (
+            chunk.section,
+            [chunk.grids.dense.axes, chunk.grids.dense.sizes],
+            [chunk.grids.expert.axes, chunk.grids.expert.sizes],
+            "\n".join(text(layout) for layout in chunk.layouts.values()),
+            "\n".join(text(layout) for layout in chunk.state_layouts.values()),
+        )
+        for chunk in chunks
+    )
+
+
+def build_table(
+    model: Any,
+    *,
+    pg_collection: Any = None,
+    grid: Grids | None = None,
+    layouts: Iterable[LayoutProvider] | None = None,
+    optimizer_layouts: Iterable[LayoutProvider] = (),
+    ep_rank: int | None = None,
+    ep_size: int | None = None,
+) -> LayoutTable:
+    """Reads a model once and returns where all of it lies.
+
+    Args:
+        model: A module; a list of modules (virtual pipeline chunks); a mapping from state-dict
+            sections to modules, each with its own `pg_collection`; or, in place of any module,
+            a mapping from names to local shapes. None if tensors describe themselves.
+        pg_collection: Process groups, by default those that the model carries.
+        grid: Plain integers instead of process groups.
+        layouts: Providers; the built-in and the installed ones if not given.
+        optimizer_layouts: Storage providers for optimizer state that is not laid out as its
+            parameter (ZeRO's flat shards, say).
+        ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
+        ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
+
+    Raises:
+        LayoutError: If a parameter can't be placed, or the grids do not fit together.
+        ValueError: If only one of `ep_rank` and `ep_size` is given.
+    """
+    if (ep_rank is None) != (ep_size is None):
+        raise ValueError(
+            f"ep_rank ({ep_rank}) and ep_size ({ep_size}) must be given together, or neither"
+        )
+    providers = tuple(layouts) if layouts is not None else (*DEFAULT_LAYOUTS, *installed_layouts())
+    registry = LayoutRegistry(providers)
+    state_providers = tuple(optimizer_layouts)
+    state_registry = (
+        LayoutRegistry((*(p for p in providers if p.level is not Level.STORAGE), *state_providers))
+        if state_providers
+        else None
+    )
+    chunks = []
+    for section, module in modules_of(model):
+        carried = carried_pg_collection(module)
+        collection = carried if section is not None and carried is not None else pg_collection
+        grids = grid or _grids(module, collection or carried, ep_rank, ep_size)
+        own = {} if module is None else model_layouts(module, grids, registry)
+        state: dict[str, Layout] = {}
+        if state_registry is not None:
+            described = {fqn: layout.local_shape for fqn, layout in own.items()}
+            made = model_layouts(described if module is None else module, grids, state_registry)
+            claimed = {
+                fqn
+                for fqn, layout in made.items()
+                if layout.stages[0] != own[fqn].stages[0]
+                and type(layout.storage).__name__ != "Whole"
+            }
+            state = {fqn: made[fqn] for fqn in claimed}
+        live = module is not None and not isinstance(module, Mapping)
+        names = (clean_name(n) for n, _ in module.named_parameters()) if live else own
+        chunks.append(Chunk(section, grids, own, dict(sorted(state.items())), tuple(names)))
+    world = {chunk.grids.world_size for chunk in chunks}
+    if len(world) > 1:
+        raise LayoutError(
+            f"the model's modules span {sorted(world)} ranks. All must span the ranks that save; "
+            "give a pg_collection or grid= for each."
+        )
+    return LayoutTable(chunks)
+
+
+def modules_of(model: Any) -> list[tuple[str | None, Any]]:
+    """Returns the sections and modules that `model=` names."""
+    if isinstance(model, Mapping) and not _is_description(model):
+        return [
+            (str(section), module)
+            for section, value in model.items()
+            for module in (value if isinstance(value, list | tuple) else [value])
+        ]
+    if isinstance(model, list | tuple) or type(model).__name__ == "ModuleList":
+        return [(None, module) for module in model]
+    return [(None, model)]
+
+
+def _is_description(model: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is a model's names and local shapes rather than sections and modules."""
+    return all(
+        isinstance(shape, Sequence) and all(isinstance(n, int) for n in shape)
+        for shape in model.values()
+    )
+
+
+def _grids(module: Any, collection: Any, ep_rank: int | None, ep_size: int | None) -> Grids:
+    """Finds the grids of a module: of its groups, of its DTensors' mesh, or plain replicas."""
+    if collection is not None:
+        return Grids.from_pg_collection(collection, ep_rank=ep_rank, ep_size=ep_size)
+    if module is not None and not isinstance(module, Mapping):
+        grids = grids_from_tensors(module.named_parameters())
+        if grids is not None:
+            return grids
+    return replicas()
+
+
+def replicas() -> Grids:
+    """Returns the grids of plain data parallelism: every rank of the default group a replica."""
+    rank, size = (
+        (dist.get_rank(), dist.get_world_size())
+        if dist.is_available() and dist.is_initialized()
+        else (0, 1)
+    )
+    dense = Grid(("dp_replicate",), (size,), (rank,))
+    return Grids(dense, dense)
+
+
+def grids_from_tensors(named: Iterable[tuple[str, Any]]) -> Grids | None:
+    """Returns the grids that DTensors' own meshes describe, None if there is no DTensor.
+
+    Dense parameters and experts may live on different meshes.
+
+    Raises:
+        LayoutError: If the dense parameters live on meshes that do not belong together.
+    """
+    dense: dict[Any, str] = {}
+    expert: dict[Any, str] = {}
+    for fqn, tensor in named:
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is not None and hasattr(tensor, "placements"):
+            (expert if expert_name(fqn) else dense).setdefault(root_mesh(mesh), fqn)
+    if not dense and not expert:
+        return None
+    grids = [_one_mesh(found) for found in (dense or expert, expert or dense)]
+    return Grids(*grids)
+
+
+def _one_mesh(meshes: dict[Any, str]) -> Grid:
+    """Returns the grid of the largest mesh; the others must be made of its axes."""
+    root = max(meshes, key=lambda mesh: int(mesh.size()))
+    grid = Grid(mesh_axes(root), tuple(root.shape), tuple(root.get_coordinate() or ()))
+    for mesh, fqn in meshes.items():
+        if not set(mesh_axes(mesh)) <= set(grid.axes):
+            raise LayoutError(
+                f"{fqn}: its mesh axes {mesh_axes(mesh)} are not among {grid.axes}, the axes of "
+                f"{meshes[root]}'s mesh. Slice both from one mesh, or pass grid=."
+            )
+    return grid

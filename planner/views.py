@@ -1,0 +1,58 @@
+"""Views of a rank's tensors: the elements that a box names, where they lie, without a copy."""
+
+import torch
+
+from shardplan.layouts.slab import Box, contiguous_strides
+
+from .compat import local_tensor
+
+
+def view(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
+    """Returns the elements of a box as a view of a tensor's local storage.
+
+    Args:
+        tensor: What the rank holds: any shape whose row-major elements are the storage.
+        box: A box with its view of that storage, in elements.
+
+    Returns:
+        A tensor of `box.sizes` that shares memory with `tensor`; None if the tensor's memory is
+        laid out so that no view can show the box (then a contiguous copy must serve).
+    """
+    local = local_tensor(tensor).detach()
+    if local.is_contiguous():
+        return local.as_strided(box.sizes, box.strides, local.storage_offset() + box.start)
+    shape = tuple(local.shape)
+    strides = contiguous_strides(shape)
+    first, rest = [], box.start
+    for step in strides:
+        index, rest = divmod(rest, step)
+        first.append(index)
+    dims = []
+    for size, stride in zip(box.sizes, box.strides, strict=True):
+        if size == 1:
+            dims.append((1, 0))
+        elif stride in strides:
+            dim = max(d for d, step in enumerate(strides) if step == stride and shape[d] > 1)
+            if first[dim] + size > shape[dim]:
+                return None
+            dims.append((size, local.stride(dim)))
+        else:
+            return None
+    start = local.storage_offset() + sum(
+        index * local.stride(dim) for dim, index in enumerate(first)
+    )
+    return local.as_strided([s for s, _ in dims], [s for _, s in dims], start)
+
+
+def copy_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Returns the elements of a box as a new tensor of its sizes."""
+    flat = local_tensor(tensor).detach().reshape(-1)
+    return flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start).clone()
+
+
+def write_back(tensor: torch.Tensor, box: Box, data: torch.Tensor) -> None:
+    """Writes the elements of a box into a tensor that no view can reach into."""
+    local = local_tensor(tensor).detach()
+    flat = local.contiguous().reshape(-1)
+    flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start).copy_(data)
+    local.copy_(flat.reshape(local.shape))

@@ -1,0 +1,253 @@
+"""A rank's write items, from what it holds.
+
+| name | is |
+|---|---|
+| `Source` | where a write item's data comes from |
+| `WritePlan` | the items, their sources, and what the rank tells of them |
+| `write_plan` | makes it |
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardplan.layouts import CheckpointError, Grid, Layout
+from shardplan.layouts.errors import summary
+from shardplan.layouts.layout import digest, evaluate
+from shardplan.layouts.slab import Box, contiguous_strides
+from shardplan.layouts.stages import Stage
+
+from .entries import Path, key_of
+from .holdings import Holding, sort_values
+from .manifest import OBJECT, SHARD, Extra, Kind, Members, StageManifest, value_name
+from .ownership import deal, parts, take, writer_of_value
+from .table import Chunk, LayoutTable
+from .values import value_digest
+
+
+class Source(NamedTuple):
+    """Where the data of a write item comes from.
+
+    Attributes:
+        number: Position of the value in the state dict.
+        box: The view of the value's storage; None for a Python value.
+    """
+
+    number: int
+    box: Box | None
+
+
+class _Piece(NamedTuple):
+    """A box that a rank writes, or may have to write, of a layout's frame."""
+
+    suffix: str
+    expert: int | None
+    data: TensorWriteData
+    offsets: torch.Size
+    box: Box
+    nbytes: int
+    shared: bool
+
+
+@dataclass(slots=True)
+class WritePlan:
+    """What a rank writes.
+
+    Attributes:
+        items: The write items, those of extras last.
+        sources: The source of each item.
+        chunks: The model's chunks and self-describing tensors.
+        groups: Which values the rank has.
+        extras: Position and path of the values that belong to no parameter.
+    """
+
+    items: list[WriteItem] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    chunks: tuple[Chunk, ...] = ()
+    groups: dict[Kind, Members] = field(default_factory=dict)
+    extras: list[tuple[int, Path]] = field(default_factory=list)
+
+    def manifest(self, values: Sequence[Any]) -> StageManifest:
+        """Returns what the rank knows of its stage, with digests of the extras' values."""
+        extras = []
+        for number, path in self.extras:
+            value = values[number]
+            tensor = value if isinstance(value, torch.Tensor) else None
+            extras.append(
+                Extra(
+                    path,
+                    value_digest(value),
+                    None if tensor is None else tensor.dtype,
+                    () if tensor is None else tuple(tensor.shape),
+                )
+            )
+        return StageManifest(self.chunks, self.groups, tuple(sorted(extras, key=lambda e: e.key)))
+
+    def digest(self, table: LayoutTable, manifest: StageManifest) -> str:
+        """Returns a digest that is equal on all ranks of a stage: layouts and extras."""
+        lone = [
+            layout.to_json()
+            for c in self.chunks[len(table.chunks) :]
+            for layout in c.layouts.values()
+        ]
+        extras = [(e.key, e.digest, str(e.dtype), e.shape) for e in manifest.extras]
+        return digest((table.digest, lone, extras))
+
+
+class _Pieces:
+    """The boxes that a rank writes of a layout, made once for each distinct chain of stages."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._known: dict[tuple[tuple[Stage, ...], torch.dtype], list[_Piece]] = {}
+
+    def of(self, layout: Layout, dtype: torch.dtype) -> list[_Piece]:
+        ident = (layout.stages, dtype)
+        known = self._known.get(ident)
+        if known is None:
+            known = self._known[ident] = self._make(layout, dtype)
+        return known
+
+    def _make(self, layout: Layout, dtype: torch.dtype) -> list[_Piece]:
+        grid = self.grid
+        axes = layout.replica_axes(grid)
+        replicas, replica = grid.count(axes), grid.linear(axes)
+        properties = TensorProperties(dtype=dtype)
+        made = []
+        for frame in evaluate(layout.stages, grid, layout.fqn):
+            size = torch.Size(frame.shape)
+            for whole in frame.boxes:
+                cuts = parts(whole.sizes, dtype.itemsize, replicas)
+                if cuts is not None and replica >= len(cuts):
+                    continue
+                box = whole if cuts is None else take(whole, cuts[replica])
+                offsets = torch.Size(box.offsets)
+                chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
+                made.append(
+                    _Piece(
+                        frame.suffix,
+                        frame.expert,
+                        TensorWriteData(chunk, properties, size),
+                        offsets,
+                        box,
+                        math.prod(box.sizes) * dtype.itemsize,
+                        cuts is None and replicas > 1,
+                    )
+                )
+        return made
+
+
+def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bool) -> WritePlan:
+    """Returns what a rank writes of its values.
+
+    Args:
+        table: The model's layouts.
+        values: Paths and values of the state dict.
+        leads: Whether the rank is the first of its stage, which writes the extras.
+
+    Raises:
+        LayoutError: If a tensor does not fit its parameter's layout.
+        CheckpointError: If two values have one key.
+    """
+    holdings = sort_values(table, values)
+    plan = WritePlan(chunks=holdings.chunks, extras=holdings.extras)
+    pieces: dict[tuple[int, str], _Pieces] = {}
+    shared: dict[tuple[Grid, tuple[str, ...]], list[tuple[int, str, int]]] = {}
+    pending: list[tuple[WriteItem, Source]] = []
+    seen: dict[str, int] = {}
+    clashes: list[str] = []
+
+    def claim(key: str, number: int) -> None:
+        other = seen.setdefault(key, number)
+        if other != number:
+            clashes.append(f"{key}: the values {values[other][0]} and {values[number][0]}")
+
+    def share(layout: Layout, chunk: Chunk, nbytes: int, item: WriteItem, source: Source) -> None:
+        grid = chunk.grids.of(layout.family)
+        waiting = shared.setdefault((grid, layout.replica_axes(grid)), [])
+        waiting.append((nbytes, item.index.fqn, len(pending)))
+        pending.append((item, source))
+
+    for held in holdings.held:
+        kind, layout = held.kind, held.layout
+        chunk = holdings.chunks[kind.chunk]
+        if kind not in plan.groups:
+            plan.groups[kind] = Members(len(chunk.layouts))
+        plan.groups[kind].add(held.order)
+        family = (kind.chunk, layout.family)
+        if family not in pieces:
+            pieces[family] = _Pieces(chunk.grids.of(layout.family))
+        if kind.role == SHARD and kind.dtype is not None:
+            name, key = None, ""
+            for piece in pieces[family].of(layout, kind.dtype):
+                if (piece.suffix, piece.expert) != name:
+                    name = (piece.suffix, piece.expert)
+                    key = kind.place.key(layout.key_of(piece.suffix, piece.expert))
+                    claim(key, held.number)
+                item = WriteItem(
+                    MetadataIndex(key, piece.offsets), WriteItemType.SHARD, tensor_data=piece.data
+                )
+                source = Source(held.number, piece.box)
+                if piece.shared:
+                    share(layout, chunk, piece.nbytes, item, source)
+                else:
+                    plan.items.append(item)
+                    plan.sources.append(source)
+            continue
+        grid = pieces[family].grid
+        key = kind.place.key(value_name(layout, grid))
+        claim(key, held.number)
+        if writer_of_value(layout, grid):
+            share(layout, chunk, *_value_item(key, held))
+    if clashes:
+        raise CheckpointError(
+            f"{summary(clashes)} of the state dict would have one key. Rename one of them, or "
+            "pass the provider that tells them apart (ExpertGrid, PipelineLayers)."
+        )
+    for (grid, axes), waiting in shared.items():
+        for number in deal(waiting, grid.count(axes), grid.linear(axes)):
+            plan.items.append(pending[number][0])
+            plan.sources.append(pending[number][1])
+    if leads:
+        for number, path in holdings.extras:
+            claim(key_of(path), number)
+            plan.items.append(_extra_item(key_of(path), values[number][1]))
+            box = None
+            if isinstance(values[number][1], torch.Tensor):
+                box = _whole(tuple(values[number][1].shape))
+            plan.sources.append(Source(number, box))
+    return plan
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape, 0, contiguous_strides(shape))
+
+
+def _value_item(key: str, held: Holding) -> tuple[int, WriteItem, Source]:
+    """Returns bytes, item and source of a value that stands for a whole parameter."""
+    kind = held.kind
+    if kind.role == OBJECT or kind.dtype is None:
+        return 64, WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), Source(held.number, None)
+    item = _tensor_item(key, kind.dtype, kind.shape)
+    return kind.itemsize, item, Source(held.number, _whole(kind.shape))
+
+
+def _tensor_item(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> WriteItem:
+    size, zeros = torch.Size(shape), torch.Size([0] * len(shape))
+    data = TensorWriteData(ChunkStorageMetadata(zeros, size), TensorProperties(dtype=dtype), size)
+    return WriteItem(MetadataIndex(key, zeros), WriteItemType.TENSOR, tensor_data=data)
+
+
+def _extra_item(key: str, value: Any) -> WriteItem:
+    if isinstance(value, torch.Tensor):
+        return _tensor_item(key, value.dtype, tuple(value.shape))
+    return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
