@@ -239,11 +239,11 @@ def _positions(held: list[Interval], start: int, stop: int) -> list[Interval]:
     found: list[Interval] = []
     for first, last in held:
         size = last - first
-        if start < size and stop > 0:
-            piece = (first + max(start, 0), first + min(stop, size))
-            if found and found[-1][1] == piece[0]:
-                piece = (found.pop()[0], piece[1])
-            found.append(piece)
+        a, b = first + max(start, 0), first + min(stop, size)
+        if a < b:
+            if found and found[-1][1] == a:
+                a = found.pop()[0]
+            found.append((a, b))
         start -= size
         stop -= size
     return found
