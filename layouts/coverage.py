@@ -22,12 +22,16 @@ from .slab import Shape
 Extent = tuple[Shape, Shape]
 
 
-def tiling_faults(shape: Shape, boxes: Iterable[Extent]) -> list[str]:
+def tiling_faults(
+    shape: Shape, boxes: Iterable[Extent], origin: Shape | None = None, who: str = "no rank"
+) -> list[str]:
     """Returns what keeps boxes from covering every element of a tensor exactly once.
 
     Args:
         shape: Shape of the tensor.
         boxes: `(offsets, sizes)` of each box, in elements; empty boxes count for nothing.
+        origin: Where the tensor lies in a larger one, to name elements by their place there.
+        who: What failed to cover a hole, for the sentence.
 
     Returns:
         A sentence for each hole, overlap or box outside, none if the boxes tile the tensor. The
@@ -49,14 +53,21 @@ def tiling_faults(shape: Shape, boxes: Iterable[Extent]) -> list[str]:
         return [] if len(kept) == 1 else [f"the only element is covered {len(kept)} times"]
     if math.prod(shape) == 0:
         return []
-    return _faults(shape, kept, 0, ())
+    return _faults(shape, kept, 0, (), origin or (0,) * len(shape), who)
 
 
-def _faults(shape: Shape, boxes: Sequence[Extent], dim: int, fixed: tuple[str, ...]) -> list[str]:
+def _faults(
+    shape: Shape,
+    boxes: Sequence[Extent],
+    dim: int,
+    fixed: tuple[str, ...],
+    origin: Shape,
+    who: str,
+) -> list[str]:
     """Checks boxes that all span the same range on the dims before `dim`."""
 
     def text(first: int, last: int) -> str:
-        return ", ".join((*fixed, f"[{first}, {last})"))
+        return ", ".join((*fixed, f"[{origin[dim] + first}, {origin[dim] + last})"))
 
     groups: dict[tuple[int, int], list[Extent]] = {}
     for box in boxes:
@@ -69,16 +80,15 @@ def _faults(shape: Shape, boxes: Sequence[Extent], dim: int, fixed: tuple[str, .
     reached = 0
     for start, stop in ranges:
         if start > reached:
-            return [f"{text(reached, start)} is covered by no rank"]
+            return [f"{text(reached, start)} is covered by {who}"]
         reached = stop
     if reached < shape[dim]:
-        return [f"{text(reached, shape[dim])} is covered by no rank"]
+        return [f"{text(reached, shape[dim])} is covered by {who}"]
     faults: list[str] = []
     for start, stop in ranges:
         group = groups[start, stop]
-        here = (*fixed, f"[{start}, {stop})")
         if dim + 1 < len(shape):
-            faults += _faults(shape, group, dim + 1, here)
+            faults += _faults(shape, group, dim + 1, (text(start, stop),), origin, who)
         elif len(group) > 1:
             faults.append(f"{text(start, stop)} is covered {len(group)} times")
         if faults:

@@ -85,15 +85,18 @@ class Layout:
 
     def key(self, frame: Frame) -> str:
         """Returns the name on disk of one of the layout's frames."""
-        name = self.name
-        if frame.expert is not None:
-            if EXPERT not in name:
-                raise LayoutError(
-                    f"{self.fqn}: expert {frame.expert} has no place in the name {name!r}. "
-                    f"The name of an expert's tensor needs {EXPERT}."
-                )
-            name = name.replace(EXPERT, str(frame.expert))
-        return name + frame.suffix
+        return self.key_of(frame.suffix, frame.expert)
+
+    def key_of(self, suffix: str, expert: int | None) -> str:
+        """Returns the name on disk of a component, of an expert if the layout is of experts."""
+        if expert is None:
+            return self.name + suffix
+        if EXPERT not in self.name:
+            raise LayoutError(
+                f"{self.fqn}: expert {expert} has no place in the name {self.name!r}. "
+                f"The name of an expert's tensor needs {EXPERT}."
+            )
+        return self.name.replace(EXPERT, str(expert)) + suffix
 
     def slabs(self, grid: Grid) -> tuple[Slab, ...]:
         """Returns the boxes of global tensors that the rank at the grid's coordinate holds.

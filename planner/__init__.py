@@ -5,3 +5,18 @@ if __name__ != "shardplan.planner":
         f"{__name__}: this folder is installed as shardplan.planner, and under another name its "
         "modules would be loaded twice. Run scripts/setup_venv and import shardplan.planner."
     )
+
+from shardplan.layouts import CheckpointError, Grids, LayoutError
+
+from .load import LayoutAwareLoadPlanner
+from .report import LoadReport
+from .save import LayoutAwareSavePlanner
+
+__all__ = [
+    "CheckpointError",
+    "Grids",
+    "LayoutAwareLoadPlanner",
+    "LayoutAwareSavePlanner",
+    "LayoutError",
+    "LoadReport",
+]

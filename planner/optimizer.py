@@ -102,6 +102,24 @@ def by_name(
     return named
 
 
+def group_members(
+    paths: Sequence[Path], values: Sequence[Any], table: LayoutTable, ids: Mapping[int, str]
+) -> dict[Path, list[list[str]]]:
+    """Returns the names on disk of the parameters of each group, for each list of groups.
+
+    Optimizer states without a model that knows their parameters are left out.
+    """
+    found = {}
+    for section in _group_sections(paths):
+        members = _members(section, paths, values, table, ids)
+        if members is not None:
+            found[section] = [
+                [disk_name(table, fqn) for fqn in listed]
+                for _, listed in sorted(members.groups.items())
+            ]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Members:
     """The parameters of an optimizer: by integer, and of each group, by clean name."""

@@ -6,10 +6,8 @@
 """
 
 import dataclasses
-import gc
 import io
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from .snapshot import Snapshot
 from .table import build_table
 from .values import to_bytes
 from .views import copy_of, view
+from .without_gc import without_gc
 from .writing import Source, WritePlan, write_plan
 
 
@@ -289,18 +288,3 @@ def checkpoint_metadata(stages: Iterable[StageManifest]) -> Metadata:
 
 def _value(raw: list[Any], named: Named) -> Any:
     return raw[named.number] if named.names is None else list(named.names)
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Holds cyclic garbage collection off while many small objects are made.
-
-    A plan makes no cycles; collecting while it grows took half of the planning time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -1,0 +1,67 @@
+"""Other forms of the same parameter on disk, so that a load finds whichever was saved.
+
+| form saved | looked for when the layout is |
+|---|---|
+| components fused in canonical order | split |
+| components split | fused |
+| experts stacked in one tensor | single |
+| experts single | stacked |
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from .grid import Grid
+from .layout import EXPERT, Layout
+from .stages import Concat, ExpertIndex, Fuse, Interleave, Shard, Stack, Stage, Unstack
+
+
+def variants(layout: Layout, grid: Grid) -> Iterator[Layout]:
+    """Yields a parameter's layouts for every form on disk, its own first.
+
+    Args:
+        layout: The layout that the providers gave.
+        grid: The grid of its family.
+    """
+    for form in (layout, _joined(layout)):
+        if form is not None:
+            yield form
+            other = _stacked(form, grid)
+            if other is not None:
+                yield other
+
+
+def _joined(layout: Layout) -> Layout | None:
+    """Returns the layout with its components fused if they were split, and the reverse."""
+    stages = layout.stages
+    if any(isinstance(stage, Fuse) for stage in stages):
+        kept = tuple(stage for stage in stages if not isinstance(stage, Fuse))
+        return dataclasses.replace(layout, stages=kept)
+    for at, stage in enumerate(stages):
+        if isinstance(stage, Concat | Interleave):
+            last = at + 1
+            if last < len(stages) and isinstance(stages[last], Shard):
+                last += 1
+            joined: tuple[Stage, ...] = (*stages[:last], Fuse(stage.dim), *stages[last:])
+            return dataclasses.replace(layout, stages=joined)
+    return None
+
+
+def _stacked(layout: Layout, grid: Grid) -> Layout | None:
+    """Returns the layout with its experts in one tensor if they were single, and the reverse."""
+    stages = layout.stages
+    last = stages[-1]
+    if isinstance(last, ExpertIndex) and EXPERT in layout.name:
+        total = last.num_local_experts * grid.size(last.axis)
+        name = layout.name.replace("." + EXPERT, "").replace(EXPERT, "")
+        return Layout(layout.fqn, name, (*stages, Stack(total)), layout.family)
+    if isinstance(last, Unstack):
+        parts = layout.name.split("." + EXPERT)
+        return Layout(layout.fqn, "".join(parts), stages[:-1], layout.family)
+    if isinstance(last, Shard) and last.axis == "ep" and layout.family == "expert":
+        tokens = layout.name.split(".")
+        marks = [i for i, token in enumerate(tokens) if token in ("experts", "local_experts")]
+        if marks:
+            name = ".".join([*tokens[: marks[-1] + 1], EXPERT, *tokens[marks[-1] + 1 :]])
+            return Layout(layout.fqn, name, (*stages, Unstack()), layout.family)
+    return None

@@ -1,0 +1,154 @@
+"""`param_groups` at load: options come back by parameter name, whatever the groups were.
+
+| name | is |
+|---|---|
+| `GroupLoad` | one optimizer's `param_groups` list: what to read, and how to put it together |
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardplan.layouts import CheckpointError
+from shardplan.layouts.errors import summary
+
+from .conversion import exact_number
+from .entries import Path, key_of
+from .reading import Saved
+
+_MEMBERS = ("params", "param_names")
+
+
+class GroupLoad:
+    """Loads a list of parameter groups by the names of their parameters.
+
+    The checkpoint has either `param_groups.{name}.{option}` for each parameter (torch's
+    flattened form, which ranks with different names need) or `param_groups.{i}.{option}` as
+    stock DCP writes a list; the second is read through the names in its `params`.
+
+    Args:
+        section: Path of the optimizer state that has the list.
+        groups: The live groups, filled in place.
+        members: Names on disk of each group's parameters.
+        saved: The checkpoint.
+    """
+
+    def __init__(
+        self,
+        section: Path,
+        groups: list[dict[str, Any]],
+        members: Sequence[Sequence[str]],
+        saved: Saved,
+    ) -> None:
+        self.section = section
+        self._groups = groups
+        self._members = members
+        self._values: dict[str, Any] = {}
+        prefix = key_of((*section, "param_groups")) + "."
+        self._prefix = prefix
+        self._by_name: dict[str, dict[str, str]] = {}
+        self._by_position: dict[int, dict[str, str]] = {}
+        for key in saved.stored:
+            if not key.startswith(prefix):
+                continue
+            rest = key[len(prefix) :]
+            first, _, option = rest.partition(".")
+            if first.isdigit() and "." not in option:
+                self._by_position.setdefault(int(first), {})[option] = key
+            else:
+                name, _, option = rest.rpartition(".")
+                self._by_name.setdefault(name, {})[option] = key
+
+    def wanted(self) -> Iterable[str]:
+        """Returns the keys to read."""
+        if self._by_name:
+            wanted = [name for names in self._members for name in names]
+            return [
+                key
+                for name in dict.fromkeys(wanted)
+                for option, key in self._by_name.get(name, {}).items()
+                if option not in _MEMBERS
+            ]
+        return [key for options in self._by_position.values() for key in options.values()]
+
+    def receive(self, key: str, value: Any) -> None:
+        """Takes the value of a key that was read."""
+        self._values[key] = value
+
+    def finish(self, strict: bool) -> list[str]:
+        """Puts the options into the live groups.
+
+        Returns:
+            The keys that the checkpoint lacks.
+
+        Raises:
+            CheckpointError: If parameters of one group were saved with different options.
+        """
+        saved_options = self._options()
+        missing: list[str] = []
+        faults: list[str] = []
+        for number, (group, names) in enumerate(zip(self._groups, self._members, strict=True)):
+            found: dict[str, tuple[str, Any]] = {}
+            for name in names:
+                options = saved_options.get(name)
+                if options is None:
+                    missing.append(f"{self._prefix}{name}")
+                    continue
+                for option, value in options.items():
+                    first, known = found.setdefault(option, (name, value))
+                    if known != value:
+                        faults.append(
+                            f"{self._prefix}{number}.{option}: {first} was saved with {known!r} "
+                            f"and {name} with {value!r}"
+                        )
+            if not faults and not (strict and missing):
+                for option, (_, value) in found.items():
+                    group[option] = _into(group.get(option), value)
+        if faults:
+            raise CheckpointError(
+                f"{summary(faults)}, but one group holds both now. Build the optimizer with the "
+                "groups that were saved, or leave param_groups out of the state dict."
+            )
+        return missing
+
+    def _options(self) -> dict[str, dict[str, Any]]:
+        """Returns the saved options of each parameter, by its name on disk."""
+        if self._by_name:
+            return {
+                name: {o: self._values[k] for o, k in options.items() if k in self._values}
+                for name, options in self._by_name.items()
+                if any(key in self._values for key in options.values())
+            }
+        options_of: dict[str, dict[str, Any]] = {}
+        for position, keys in self._by_position.items():
+            values = {option: self._values[key] for option, key in keys.items()}
+            names = values.pop("params", [])
+            values.pop("param_names", None)
+            if names and all(isinstance(name, int) for name in names):
+                names = self._numbered(position, len(names))
+            for name in names:
+                options_of[str(name)] = values
+        return options_of
+
+    def _numbered(self, position: int, count: int) -> Sequence[str]:
+        """Takes a group of integers for the live group at the same place, if they are as many."""
+        if position < len(self._members) and len(self._members[position]) == count:
+            return self._members[position]
+        raise CheckpointError(
+            f"{self._prefix}{position}: the checkpoint numbers the {count} parameters of this "
+            f"group, and the live optimizer has no group of {count} at its place. Build the "
+            "optimizer with the groups that were saved."
+        )
+
+
+def _into(current: Any, value: Any) -> Any:
+    """Returns a saved option in the form that the live group has: a tensor stays a tensor."""
+    fill = getattr(current, "fill_", None)
+    if fill is not None and not hasattr(value, "fill_"):
+        fill(exact_number(value, current.dtype))
+        return current
+    if hasattr(current, "copy_") and hasattr(value, "fill_"):
+        current.copy_(value)
+        return current
+    if hasattr(value, "fill_") and current is not None and not hasattr(current, "fill_"):
+        return exact_number(value.item(), type(current))
+    return value

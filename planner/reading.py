@@ -1,0 +1,141 @@
+"""What a checkpoint holds, as a load asks for it: keys, chunks that meet a box, coverage.
+
+| name | is |
+|---|---|
+| `Saved` | a checkpoint's metadata with the look-ups that a load needs |
+| `Meeting` | the part of a saved chunk that lies in a requested box |
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from shardplan.layouts.coverage import tiling_faults
+from shardplan.layouts.model import clean_name
+from shardplan.layouts.slab import Shape
+
+Stored = TensorStorageMetadata | BytesStorageMetadata
+
+
+class Meeting(NamedTuple):
+    """The part of a saved chunk that lies in a requested box.
+
+    Attributes:
+        chunk: Position of the chunk in the tensor's chunk list.
+        chunk_offsets: Offsets of the chunk in the global tensor.
+        storage_offsets: First element of the part, relative to the chunk.
+        dest_offsets: First element of the part, relative to the box.
+        sizes: Extent of the part.
+    """
+
+    chunk: int
+    chunk_offsets: torch.Size
+    storage_offsets: Shape
+    dest_offsets: Shape
+    sizes: Shape
+
+
+class Saved:
+    """A checkpoint's metadata with the look-ups that a load needs.
+
+    Args:
+        metadata: The metadata that the storage reader read.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.stored: dict[str, Stored] = metadata.state_dict_metadata
+        self._clean: dict[str, str] | None = None
+        self._indexes: dict[int, _ChunkIndex] = {}
+
+    def key(self, key: str) -> str | None:
+        """Returns the name that the checkpoint has for a key, wrappers' tokens aside."""
+        if key in self.stored:
+            return key
+        if self._clean is None:
+            self._clean = {}
+            for name in self.stored:
+                self._clean.setdefault(clean_name(name), name)
+        return self._clean.get(clean_name(key))
+
+    def meetings(self, key: str, offsets: Shape, sizes: Shape) -> tuple[list[Meeting], list[str]]:
+        """Returns the saved parts that fill a box, and what of it the checkpoint does not have.
+
+        Args:
+            key: A key of the checkpoint that holds a tensor.
+            offsets: First element of the box in the global tensor.
+            sizes: Extent of the box.
+        """
+        stored = self.stored[key]
+        assert isinstance(stored, TensorStorageMetadata)  # callers ask for tensors only
+        index = self._indexes.get(id(stored.chunks))
+        if index is None:
+            index = self._indexes[id(stored.chunks)] = _ChunkIndex(stored.chunks)
+        found = index.meetings(offsets, sizes)
+        if sum(math.prod(m.sizes) for m in found) == math.prod(sizes) and len(found) < 2:
+            return found, []
+        faults = tiling_faults(
+            sizes, ((m.dest_offsets, m.sizes) for m in found), offsets, "no chunk"
+        )
+        return found, faults
+
+
+class _ChunkIndex:
+    """The chunks of a tensor in the order of their start on the dim that tells most apart."""
+
+    def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
+        self._chunks = chunks
+        ndim = len(chunks[0].offsets) if chunks else 0
+        self._dim = max(
+            range(ndim), key=lambda d: len({c.offsets[d] for c in chunks}), default=None
+        )
+        dim = self._dim
+        if dim is None:
+            self._order = list(range(len(chunks)))
+            return
+        self._order = sorted(range(len(chunks)), key=lambda i: chunks[i].offsets[dim])
+        self._starts = [chunks[i].offsets[dim] for i in self._order]
+        stops = (chunks[i].offsets[dim] + chunks[i].sizes[dim] for i in self._order)
+        self._reach = list(accumulate(stops, max))
+
+    def _near(self, offsets: Shape, sizes: Shape) -> Iterable[int]:
+        """Returns the chunks that may meet a box, by their range on the index's dim."""
+        if self._dim is None:
+            return self._order
+        start = offsets[self._dim]
+        first = bisect_right(self._reach, start)
+        last = bisect_left(self._starts, start + sizes[self._dim])
+        return self._order[first:last]
+
+    def meetings(self, offsets: Shape, sizes: Shape) -> list[Meeting]:
+        """Returns the parts of chunks that lie in a box."""
+        found = []
+        for number in self._near(offsets, sizes):
+            chunk = self._chunks[number]
+            starts = tuple(map(max, chunk.offsets, offsets))
+            extent = tuple(
+                min(co + cs, o + s) - start
+                for co, cs, o, s, start in zip(
+                    chunk.offsets, chunk.sizes, offsets, sizes, starts, strict=True
+                )
+            )
+            if all(size > 0 for size in extent):
+                found.append(
+                    Meeting(
+                        number,
+                        chunk.offsets,
+                        tuple(a - b for a, b in zip(starts, chunk.offsets, strict=True)),
+                        tuple(a - b for a, b in zip(starts, offsets, strict=True)),
+                        extent,
+                    )
+                )
+        return found

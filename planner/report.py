@@ -1,0 +1,35 @@
+"""What a load did: every key that was loaded, missed, left over or changed on the way."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What one rank's load did.
+
+    Attributes:
+        loaded: Keys that were found in the checkpoint.
+        missing: Keys that the checkpoint lacks; empty after a strict load, but for
+            `_extra_state`, which may come and go.
+        unexpected: Keys in the sections that were loaded which nothing asked for, other experts
+            of the same layers aside. With pipeline stages each stage lists the others' layers.
+        converted: Key → saved and wanted form, where they differ: dtype, or kind of a scalar.
+        padded: Keys whose padding was filled by the padding policy.
+        replaced: Keys of blobs that were replaced whole by one of another size.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    converted: dict[str, tuple[str, str]] = field(default_factory=dict)
+    padded: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = [f"{len(self.loaded)} loaded"]
+        for name in ("missing", "unexpected", "converted", "padded", "replaced"):
+            found = list(getattr(self, name))
+            if found:
+                more = ", …" if len(found) > 3 else ""
+                counts.append(f"{len(found)} {name} ({', '.join(found[:3])}{more})")
+        return "; ".join(counts)
