@@ -128,6 +128,7 @@ class Layout:
         """
         try:
             fqn, name, family, stages = data
+            stages = tuple(stages)
         except (TypeError, ValueError) as error:
             raise LayoutError(f"{data!r} is no layout: {error}") from error
         return cls(fqn, name, tuple(stage_from_json(s) for s in stages), family)

@@ -45,7 +45,7 @@ def stage_from_json(data: Any) -> Any:
         if name == "Cuts":
             values = {**values, "cuts": [Cut(**_tuples(cut)) for cut in values["cuts"]]}
         return cls(**{key: _tuple(value) for key, value in values.items()})
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise LayoutError(f"{data!r} is no stage of a layout: {error}") from error
 
 
