@@ -26,7 +26,7 @@ from .fsdp import BufferDescription, DTensorStorage, FSDPFlatBuffer
 from .gdn import GDN
 from .grid import Grid, Grids, ep_rank_and_size
 from .layout import EXPERT, Layout, replicated
-from .model import carried_pg_collection, clean_name, model_layouts
+from .model import ModelLayouts, carried_pg_collection, clean_name, model_layouts
 from .pipeline import PipelineLayers
 from .provider import LayoutProvider, Level, ParamInfo
 from .registry import LayoutRegistry, installed_layouts
@@ -83,6 +83,7 @@ __all__ = [
     "LayoutProvider",
     "LayoutRegistry",
     "Level",
+    "ModelLayouts",
     "ParamInfo",
     "Permute",
     "PipelineLayers",

@@ -50,6 +50,8 @@ def expert_name(
     >>> expert_name("layers.1.mlp.experts.linear_fc1.weight15")
     ExpertName(head='layers.1.mlp.experts.linear_fc1.weight', local_expert_index=15, tail='')
     """
+    if not any(token in fqn for token in tokens):
+        return None
     parts = fqn.split(".")
     marks = [i for i, part in enumerate(parts) if part in tokens]
     if not marks:

@@ -1,12 +1,14 @@
 """Gated DeltaNet components: the fused input projection and convolution, one tensor a part."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .provider import Level, ParamInfo, matcher
+from .provider import Level, ParamInfo, attribute, matcher
 from .stages import Concat, Fuse, Part, Stage
 
 _NAMES = ("query", "key", "value", "z", "beta", "alpha")
+_FUSED = re.compile(r"(?:^|\.)(?:in_proj|conv1d)\.(?:weight|bias)$")
 _CONVOLVED = ("query", "key", "value")
 
 
@@ -50,7 +52,7 @@ class GDN:
     def claims(self, param: ParamInfo) -> bool:
         if any(matches(param.fqn) for matches, _ in self._rules):
             return True
-        if not param.owners:
+        if not param.owners or not _FUSED.search(param.fqn):
             return False
         owner, module = _owner(param)
         return module is not None and _role(param.fqn, owner) is not None
@@ -72,8 +74,8 @@ class GDN:
 def _owner(param: ParamInfo) -> tuple[str, Any]:
     """Returns the nearest owner that describes itself as a Gated DeltaNet."""
     for path, module in reversed(param.owners):
-        if hasattr(module, "in_proj_split_sections") or (
-            hasattr(module, "qk_dim") and hasattr(module, "v_dim")
+        if attribute(module, "in_proj_split_sections") is not None or (
+            attribute(module, "qk_dim") is not None and attribute(module, "v_dim") is not None
         ):
             return path, module
     return "", None

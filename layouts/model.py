@@ -51,32 +51,39 @@ def carried_pg_collection(model: Any) -> Any:
     return None
 
 
-def _local_shape(tensor: Any) -> Shape:
-    """Returns a parameter's shape before any FSDP cut.
+Owners = tuple[tuple[str, Any], ...]
 
-    Megatron-FSDP keeps the tensor-parallel rank's own parameter as `orig_param`.
+
+class ModelLayouts(dict[str, Layout]):
+    """The layouts of a model's parameters and buffers, by clean name.
+
+    Attributes:
+        parameters: Names of the parameters in the order in which an optimizer numbers them, tied
+            ones once.
     """
-    return tuple(int(n) for n in getattr(tensor, "orig_param", tensor).shape)
+
+    parameters: tuple[str, ...] = ()
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Any, tuple[tuple[str, Any], ...]]]:
-    """Yields name, tensor and owners of each parameter and buffer, tied ones under each name."""
-    owners: dict[str, tuple[tuple[str, Any], ...]] = {}
+def _tensors(model: Any) -> Iterator[tuple[str, Any, Owners, bool]]:
+    """Yields name, tensor, owners and whether it is a parameter; tied ones under each name."""
+    owners: dict[str, Owners] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parent, _, name = path.rpartition(".")
         above = owners[parent] if path else ()
         place = above[-1][0] if above else ""
         if path and name not in WRAPPERS:
             place = f"{place}.{name}" if place else name
-        chain = owners[path] = (*above, (place, module))
-        prefix = place + "." if place else ""
-        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield prefix + name, tensor, chain
-        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield prefix + name, tensor, chain
+        owners[path] = (*above, (place, module))
+    for trained, tensors in ((True, model.named_parameters), (False, model.named_buffers)):
+        for path, tensor in tensors(remove_duplicate=False):
+            parent, _, name = path.rpartition(".")
+            chain = owners[parent]
+            place = chain[-1][0]
+            yield f"{place}.{name}" if place else name, tensor, chain, trained
 
 
-def model_layouts(model: Any, grids: Grids, registry: LayoutRegistry) -> dict[str, Layout]:
+def model_layouts(model: Any, grids: Grids, registry: LayoutRegistry) -> ModelLayouts:
     """Returns the layout of every parameter and buffer of a model, by its clean name.
 
     Args:
@@ -91,24 +98,31 @@ def model_layouts(model: Any, grids: Grids, registry: LayoutRegistry) -> dict[st
         (p.tokens for p in registry.providers if isinstance(p, ExpertGrid)),
         ExpertGrid().tokens,
     )
-    found: dict[str, tuple[Shape, Any, tuple[tuple[str, Any], ...], ExpertName | None]] = {}
+    found: dict[str, tuple[Shape, Any, Owners, ExpertName | None]] = {}
+    numbered: dict[int, str] = {}
     if isinstance(model, Mapping):
+        numbered = dict(enumerate(model))
         for fqn, shape in model.items():
             found[fqn] = (tuple(shape), None, (), expert_name(fqn, tokens))
     else:
-        for fqn, tensor, owners in _tensors(model):
+        for fqn, tensor, owners, trained in _tensors(model):
+            if trained:
+                numbered.setdefault(id(tensor), fqn)
             if fqn in found and found[fqn][1] is not tensor:
                 raise LayoutError(
                     f"{fqn}: two parameters have this name once wrappers' tokens "
                     f"({', '.join(sorted(WRAPPERS))}) are stripped. Rename one of the modules."
                 )
-            found[fqn] = (_local_shape(tensor), tensor, owners, expert_name(fqn, tokens))
+            # Megatron-FSDP keeps the tensor-parallel rank's own parameter as orig_param.
+            shape = tuple(getattr(tensor, "orig_param", tensor).shape)
+            found[fqn] = (shape, tensor, owners, expert_name(fqn, tokens))
     experts = Counter(
         (place.head, place.tail)
         for _, _, _, place in found.values()
         if place is not None and place.local_expert_index is not None
     )
-    layouts = {}
+    layouts = ModelLayouts()
+    layouts.parameters = tuple(numbered.values())
     for fqn, (shape, tensor, owners, place) in found.items():
         info = ParamInfo(
             fqn,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .provider import Level, ParamInfo
+from .provider import Level, ParamInfo, attribute
 from .stages import Stage
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)$")
@@ -54,8 +54,8 @@ class PipelineLayers:
             start, stop = found.span(1)
             return start, stop, (self._numbers or {}).get(local, local + (self._offset or 0))
         for path, module in param.owners:
-            number = _layer_number(module)
-            found = _LAYER.match(path)
+            found = _LAYER.match(path) if path.rpartition(".")[2].isdigit() else None
+            number = None if found is None else _layer_number(module)
             if found is not None and number is not None:
                 start, stop = found.span(1)
                 return start, stop, number - 1
@@ -79,5 +79,5 @@ class PipelineLayers:
 
 
 def _layer_number(module: Any) -> int | None:
-    number = getattr(module, "layer_number", None)
+    number = attribute(module, "layer_number")
     return number if isinstance(number, int) else None

@@ -5,6 +5,7 @@
 | `LayoutProvider` | the protocol: a name, a level, `claims` and `stages` |
 | `Level` | where in the chain a provider's stages go |
 | `ParamInfo` | the parameter in question: names, shapes, grid, and the live objects if there are any |
+| `attribute` | an attribute of a module or a config, quickly where there is none |
 | `matcher` | whole-name patterns with `*`, for the providers' explicit forms |
 
 A provider answers with data. It is pure and deterministic, and it asks no other rank.
@@ -81,11 +82,10 @@ class ParamInfo:
 
         Megatron-FSDP keeps some marks only on `orig_param`.
         """
-        for source in (self.param, getattr(self.param, "orig_param", None)):
-            value = getattr(source, name, None)
-            if value is not None:
-                return value
-        return default
+        value = getattr(self.param, name, None)
+        if value is None:
+            value = getattr(getattr(self.param, "orig_param", None), name, None)
+        return default if value is None else value
 
     def nearest(self, name: str) -> tuple[str, Any]:
         """Returns the path and value of a module attribute, nearest owner first.
@@ -94,7 +94,7 @@ class ParamInfo:
             The owner's path and the attribute, or `('', None)` if no owner has it.
         """
         for path, module in reversed(self.owners):
-            value = getattr(module, name, None)
+            value = attribute(module, name)
             if value is not None:
                 return path, value
         return "", None
@@ -125,6 +125,22 @@ class LayoutProvider(Protocol):
         Raises:
             LayoutError: If the parameter contradicts what the provider knows.
         """
+
+
+def attribute(source: Any, name: str) -> Any:
+    """Returns an attribute of a module, a config or a parameter, None if it has none.
+
+    A module without the attribute answers `getattr` by raising, which would take most of the
+    time of reading a model; its dictionary and its class are asked first.
+    """
+    own = getattr(source, "__dict__", None)
+    if own is None:
+        return getattr(source, name, None)
+    if name in own:
+        return own[name]
+    if getattr(type(source), name, None) is not None:
+        return getattr(source, name, None)
+    return None
 
 
 def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -47,6 +47,9 @@ class LayoutRegistry:
         self._by_level = [
             (level, [(p.claims, p) for p in self._providers if p.level == level]) for level in Level
         ]
+        # Parameters of one kind share one chain, so that what is computed for it is found by
+        # identity; the chains are values, and sharing them changes no answer.
+        self._chains: dict[tuple[Stage, ...], tuple[Stage, ...]] = {}
 
     @property
     def providers(self) -> tuple[LayoutProvider, ...]:
@@ -65,15 +68,18 @@ class LayoutRegistry:
         joined: list[Stage] = []
         name = param.fqn
         for level, members in self._by_level:
-            claiming = [provider for claims, provider in members if claims(param)]
-            if len(claiming) > 1:
-                raise param.fail(
-                    f"both {claiming[0].name!r} and {claiming[1].name!r} claim it at level "
-                    f"{level.name}",
-                    "Leave one of them out of layouts=, or narrow its patterns.",
-                )
-            if claiming:
-                provider = claiming[0]
+            provider: LayoutProvider | None = None
+            for claims, candidate in members:
+                if not claims(param):
+                    continue
+                if provider is not None:
+                    raise param.fail(
+                        f"both {provider.name!r} and {candidate.name!r} claim it at level "
+                        f"{level.name}",
+                        "Leave one of them out of layouts=, or narrow its patterns.",
+                    )
+                provider = candidate
+            if provider is not None:
                 for stage in provider.stages(param):
                     (joined if isinstance(stage, Fuse) else stages).append(stage)
                 rename = getattr(provider, "rename", None)
@@ -83,7 +89,8 @@ class LayoutRegistry:
                 stages.append(Whole(param.local_shape))
             elif level is Level.PARALLEL:
                 stages += joined  # parts are joined again when each of them is global
-        return Layout(param.fqn, name, tuple(stages), param.family)
+        chain = tuple(stages)
+        return Layout(param.fqn, name, self._chains.setdefault(chain, chain), param.family)
 
 
 def installed_layouts() -> tuple[LayoutProvider, ...]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-from .provider import Level, ParamInfo, matcher
+from .provider import Level, ParamInfo, attribute, matcher
 from .stages import Concat, Fuse, Stage
 
 _FC1 = re.compile(r"(?:.*\.)?linear_fc1\.(?:weight|bias)\d*$")
@@ -55,8 +55,8 @@ class SwiGLU:
         if not param.owners or not _FC1.match(param.fqn):
             return False
         for _, module in reversed(param.owners):
-            for source in (module, getattr(module, "config", None)):
-                gated = getattr(source, "gated_linear_unit", None)
+            for source in (module, attribute(module, "config")):
+                gated = attribute(source, "gated_linear_unit")
                 if gated is not None:
                     return bool(gated)
         return False

@@ -1,9 +1,8 @@
 """Vocabulary padding: embeddings are padded to a multiple of the tensor-parallel size."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from .provider import Level, ParamInfo, matcher
+from .provider import Level, ParamInfo, attribute, matcher
 from .stages import Stage, Unpad
 
 
@@ -36,7 +35,7 @@ class VocabularyPadding:
             if matches(param.fqn):
                 return size
         if param.owners and param.local_shape:
-            own: Any = getattr(param.owners[-1][1], "vocab_size", None)
+            own = attribute(param.owners[-1][1], "vocab_size")
             return own if isinstance(own, int) else None
         return None
 

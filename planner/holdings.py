@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardplan.layouts import Cuts, Layout, LayoutError, LayoutRegistry, ParamInfo
+from shardplan.layouts import (
+    Cuts,
+    Layout,
+    LayoutError,
+    LayoutRegistry,
+    ModelLayouts,
+    ParamInfo,
+)
 from shardplan.layouts.fsdp import DTensorStorage, dtensor_cuts
 from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
 
@@ -108,6 +115,7 @@ class _Checks:
         self._chunk = chunk
         self._numel: dict[int, int] = {}
         self._cuts: dict[Any, Cuts] = {}
+        self._same: set[Any] = set()
 
     def fit(self, found: Found, slot: str, tensor: torch.Tensor) -> tuple[Layout, str]:
         """Returns the layout that a tensor follows and its role.
@@ -116,17 +124,19 @@ class _Checks:
             LayoutError: If its size or its placements contradict the parameter's layout.
         """
         layout = self._chunk.layout(found.fqn, slot)
-        numel = self._numel.get(id(layout))
+        numel = self._numel.get(id(layout.stages))
         if numel is None:
             numel = layout.storage.numel(self._chunk.grids.of(layout.family))
-            self._numel[id(layout)] = numel
+            self._numel[id(layout.stages)] = numel
         local = local_tensor(tensor)
         held = local.numel()
         if slot and held == 1 and tensor.numel() == 1 and (slot == "step" or numel != 1):
             return layout, VALUE
         if isinstance(tensor, DTensor) and not isinstance(layout.storage, FlatBuffer | FlatRanges):
-            layout = self._placed(found.fqn, layout, tensor)
-            numel = layout.storage.numel(self._chunk.grids.of(layout.family))
+            placed = self._placed(found.fqn, layout, tensor)
+            if placed is not layout:
+                layout = placed
+                numel = layout.storage.numel(self._chunk.grids.of(layout.family))
         if held != numel:
             raise self._misfit(layout, tensor, local, numel)
         shape = layout.local_shape
@@ -137,7 +147,9 @@ class _Checks:
 
     def _placed(self, fqn: str, layout: Layout, tensor: DTensor) -> Layout:
         """Returns the layout with the cuts that a DTensor's own placements make."""
-        ident = (tensor.placements, id(tensor.device_mesh), tensor.shape, layout.family)
+        ident = (tensor.placements, id(tensor.device_mesh), tensor.shape, id(layout.stages))
+        if ident in self._same:
+            return layout
         cuts = self._cuts.get(ident)
         if cuts is None:
             grid = self._chunk.grids.of(layout.family)
@@ -148,6 +160,7 @@ class _Checks:
         if (isinstance(storage, Cuts) and cuts == storage) or not (
             cuts.cuts or isinstance(storage, Cuts)
         ):
+            self._same.add(ident)
             return layout
         if cuts.shape != storage.shape:
             raise LayoutError(
@@ -177,7 +190,7 @@ def _place_lone(
     if not any(chunk.layouts for chunk in table.chunks):
         grids = grids_from_tensors((key_of(path), tensor) for _, path, tensor in lone) or grids
     registry = LayoutRegistry([DTensorStorage()])
-    layouts: dict[str, Layout] = {}
+    layouts = ModelLayouts()
     chunk = Chunk(None, grids, layouts, {})
     checks = _Checks(chunk)
     for number, path, tensor in lone:

@@ -202,11 +202,10 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             groups = GroupLoad(section, holder["param_groups"], members, self._saved)
             self._groups.append(groups)
         taken = [(*group.section, "param_groups") for group in self._groups]
-        return [
-            named
-            for named in by_name(paths, raw, self._table, self._ids)
-            if not any(named.path[: len(t)] == t for t in taken)
-        ]
+        everything = by_name(paths, raw, self._table, self._ids)
+        if everything is None:
+            return [Named(path, number) for number, path in enumerate(paths)]
+        return [named for named in everything if not any(named.path[: len(t)] == t for t in taken)]
 
     def _plan_shard(self, held: Holding, tensor: torch.Tensor, grids: Grids) -> None:
         """Plans the reads that fill what a rank holds of a parameter."""

@@ -68,8 +68,10 @@ def optimizer_names(model: Any, optimizer: Any) -> dict[int, str]:
 
 def by_name(
     paths: Sequence[Path], values: Sequence[Any], table: LayoutTable, ids: Mapping[int, str]
-) -> list[Named]:
+) -> list[Named] | None:
     """Returns the values of a state dict under the paths that they are saved by.
+
+    None if every value is saved under its own path.
 
     Args:
         paths: Path of each value.
@@ -82,7 +84,7 @@ def by_name(
     """
     groups = _group_sections(paths)
     if not groups:
-        return [Named(path, number) for number, path in enumerate(paths)]
+        return None
     members = {section: _members(section, paths, values, table, ids) for section in groups}
     named: list[Named] = []
     for number, path in enumerate(paths):
@@ -178,7 +180,7 @@ def _by_order(found: Mapping[int, list[Any]], table: LayoutTable) -> dict[int, s
 
     `Optimizer(model.parameters())` numbers them so; the shapes are checked later like any.
     """
-    fqns = [fqn for chunk in table.chunks for fqn in chunk.parameters]
+    fqns = [fqn for chunk in table.chunks for fqn in chunk.layouts.parameters]
     listed = found.get(0, [])
     if len(found) == 1 and listed == list(range(len(fqns))):
         return dict(enumerate(fqns))

@@ -91,7 +91,7 @@ class LayoutAwareSavePlanner(SavePlanner):
         self._ids = optimizer_names(model, optimizer)
         self._state_dict: dict[str, Any] | None = None
         self._snapshot: Snapshot | None = None
-        self._named: list[Named] = []
+        self._named: list[Named] | None = None  # None: each value under its own path
         self._plan: WritePlan | None = None
         self._values: list[Any] = []
         self._manifest: StageManifest | None = None
@@ -126,7 +126,7 @@ class LayoutAwareSavePlanner(SavePlanner):
             raw = None if self._snapshot is None else self._snapshot.unchanged(state_dict)
             if raw is None or self._plan is None:
                 raw = self._plan_anew(state_dict)
-            self._values = [_value(raw, named) for named in self._named]
+            self._values = raw if self._named is None else [_value(raw, n) for n in self._named]
             self._manifest = self._plan.manifest(self._values) if self._plan else None
         return self._quiet_plan()
 
@@ -134,10 +134,14 @@ class LayoutAwareSavePlanner(SavePlanner):
         snapshot = Snapshot(state_dict)
         raw = snapshot.take_values()
         self._named = by_name(snapshot.paths, raw, self._table, self._ids)
-        for named in self._named:
-            if named.names is not None:
-                snapshot.pin(named.number, raw[named.number])
-        values: list[tuple[Path, Any]] = [(n.path, _value(raw, n)) for n in self._named]
+        values: list[tuple[Path, Any]]
+        if self._named is None:
+            values = list(zip(snapshot.paths, raw, strict=True))
+        else:
+            values = [(named.path, _value(raw, named)) for named in self._named]
+            for named in self._named:
+                if named.names is not None:
+                    snapshot.pin(named.number, raw[named.number])
         self._plan = write_plan(self._table, values, self._table.grids.leads_stage)
         self._snapshot = snapshot
         return raw

@@ -22,8 +22,8 @@ from shardplan.layouts import (
     LayoutProvider,
     LayoutRegistry,
     Level,
+    ModelLayouts,
     carried_pg_collection,
-    clean_name,
     expert_name,
     installed_layouts,
     model_layouts,
@@ -34,6 +34,7 @@ from shardplan.layouts.serial import stage_to_json
 
 from .compat import root_mesh
 from .entries import Names
+from .without_gc import without_gc
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,12 @@ class Chunk:
         grids: This rank's grids of the module.
         layouts: Layout of each parameter and buffer, by clean name.
         state_layouts: Layout of each parameter's optimizer state, where it differs.
-        parameters: Names of the parameters in the order of `named_parameters()`, tied ones once.
     """
 
     section: str | None
     grids: Grids
-    layouts: dict[str, Layout]
+    layouts: ModelLayouts
     state_layouts: dict[str, Layout]
-    parameters: tuple[str, ...] = ()
 
     def layout(self, fqn: str, slot: str) -> Layout:
         """Returns the layout of a parameter's value; a slot may have one of its own."""
@@ -77,15 +76,13 @@ class LayoutTable:
 
 def _digest(chunks: Iterable[Chunk]) -> str:
     """Returns a digest of all layouts, equal on all ranks of a pipeline stage."""
-    known: dict[Any, str] = {}
+    known: dict[int, str] = {}
 
     def text(layout: Layout) -> str:
-        parts = []
-        for stage in layout.stages:
-            if stage not in known:
-                known[stage] = repr(stage_to_json(stage))
-            parts.append(known[stage])
-        return f"{layout.name}|{layout.family}|{'|'.join(parts)}"
+        chain = known.get(id(layout.stages))
+        if chain is None:
+            chain = known[id(layout.stages)] = repr([stage_to_json(s) for s in layout.stages])
+        return f"{layout.name}|{layout.family}|{chain}"
 
     return digest(
         (
@@ -131,34 +128,37 @@ def build_table(
         raise ValueError(
             f"ep_rank ({ep_rank}) and ep_size ({ep_size}) must be given together, or neither"
         )
-    providers = tuple(layouts) if layouts is not None else (*DEFAULT_LAYOUTS, *installed_layouts())
-    registry = LayoutRegistry(providers)
-    state_providers = tuple(optimizer_layouts)
-    state_registry = (
-        LayoutRegistry((*(p for p in providers if p.level is not Level.STORAGE), *state_providers))
-        if state_providers
-        else None
-    )
-    chunks = []
-    for section, module in modules_of(model):
-        carried = carried_pg_collection(module)
-        collection = carried if section is not None and carried is not None else pg_collection
-        grids = grid or _grids(module, collection or carried, ep_rank, ep_size)
-        own = {} if module is None else model_layouts(module, grids, registry)
-        state: dict[str, Layout] = {}
-        if state_registry is not None:
-            described = {fqn: layout.local_shape for fqn, layout in own.items()}
-            made = model_layouts(described if module is None else module, grids, state_registry)
-            claimed = {
-                fqn
-                for fqn, layout in made.items()
-                if layout.stages[0] != own[fqn].stages[0]
-                and type(layout.storage).__name__ != "Whole"
-            }
-            state = {fqn: made[fqn] for fqn in claimed}
-        live = module is not None and not isinstance(module, Mapping)
-        names = (clean_name(n) for n, _ in module.named_parameters()) if live else own
-        chunks.append(Chunk(section, grids, own, dict(sorted(state.items())), tuple(names)))
+    with without_gc():
+        providers = (
+            tuple(layouts) if layouts is not None else (*DEFAULT_LAYOUTS, *installed_layouts())
+        )
+        registry = LayoutRegistry(providers)
+        state_providers = tuple(optimizer_layouts)
+        state_registry = (
+            LayoutRegistry(
+                (*(p for p in providers if p.level is not Level.STORAGE), *state_providers)
+            )
+            if state_providers
+            else None
+        )
+        chunks = []
+        for section, module in modules_of(model):
+            carried = carried_pg_collection(module)
+            collection = carried if section is not None and carried is not None else pg_collection
+            grids = grid or _grids(module, collection or carried, ep_rank, ep_size)
+            own = ModelLayouts() if module is None else model_layouts(module, grids, registry)
+            state: dict[str, Layout] = {}
+            if state_registry is not None:
+                described = {fqn: layout.local_shape for fqn, layout in own.items()}
+                made = model_layouts(described if module is None else module, grids, state_registry)
+                claimed = {
+                    fqn
+                    for fqn, layout in made.items()
+                    if layout.stages[0] != own[fqn].stages[0]
+                    and type(layout.storage).__name__ != "Whole"
+                }
+                state = {fqn: made[fqn] for fqn in claimed}
+            chunks.append(Chunk(section, grids, own, dict(sorted(state.items()))))
     world = {chunk.grids.world_size for chunk in chunks}
     if len(world) > 1:
         raise LayoutError(
@@ -221,10 +221,15 @@ def grids_from_tensors(named: Iterable[tuple[str, Any]]) -> Grids | None:
     """
     dense: dict[Any, str] = {}
     expert: dict[Any, str] = {}
+    seen: set[tuple[int, bool]] = set()
     for fqn, tensor in named:
         mesh = getattr(tensor, "device_mesh", None)
-        if mesh is not None and hasattr(tensor, "placements"):
-            (expert if expert_name(fqn) else dense).setdefault(root_mesh(mesh), fqn)
+        if mesh is None or not hasattr(tensor, "placements"):
+            continue
+        is_expert = expert_name(fqn) is not None
+        if (id(mesh), is_expert) not in seen:
+            seen.add((id(mesh), is_expert))
+            (expert if is_expert else dense).setdefault(root_mesh(mesh), fqn)
     if not dense and not expert:
         return None
     grids = [_one_mesh(found) for found in (dense or expert, expert or dense)]
