@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import LayoutError
-from .grid import mesh_axes
+from .grid import Grid, mesh_axes
 from .provider import Level, ParamInfo, matcher
 from .slab import Shape
 from .stages import Stage
@@ -189,7 +189,8 @@ class DTensorStorage:
     | `DTensorStorage()` | the parameter's own mesh and placements |
     | `DTensorStorage({pattern: (Cut(0, "dp_shard"),)})` | cuts by name, with sizes where they are uneven |
 
-    Shards follow `torch.chunk`; `_StridedShard` gives several boxes. Axes without a cut are
+    Shards follow `torch.chunk`, in the order in which they were made; a packed `_StridedShard`
+    gives several boxes. Axes without a cut are
     replicas. The mesh's axis names must be the grid's, or names that it knows as theirs.
 
     Args:
@@ -224,7 +225,7 @@ def dtensor_cuts(param: ParamInfo) -> Cuts:
             is neither a shard nor a replica.
     """
     mesh, placements = param.param.device_mesh, param.param.placements
-    cuts = []
+    cuts: list[Cut] = []
     for name, size, placement in zip(mesh_axes(mesh), mesh.shape, placements, strict=True):
         if placement.is_replicate():
             continue
@@ -245,4 +246,33 @@ def dtensor_cuts(param: ParamInfo) -> Cuts:
                 "Reduce partial sums before saving.",
             )
         cuts.append(Cut(int(dim), axis, int(getattr(placement, "split_factor", 1))))
-    return Cuts(param.local_shape, tuple(cuts))
+    return Cuts(param.local_shape, tuple(_as_made(cuts, param.grid)))
+
+
+def _as_made(cuts: Sequence[Cut], grid: Grid) -> list[Cut]:
+    """Returns a DTensor's cuts in the order in which they were made.
+
+    FSDP2 cuts what tensor parallelism left, but its axis stands first in the mesh; so it writes
+    `_StridedShard` there, with the number of pieces that were already cut as the split factor.
+    Read from left to right that gives the same rows only if all numbers divide. A split factor
+    that no cuts explain is a real one (packed projections), made before the others.
+
+    | placements of 7 rows on (dp_shard 3, tp 2) | cuts | dp 2, tp 0 | dp 2, tp 1 |
+    |---|---|---|---|
+    | `_StridedShard(0, split_factor=2), Shard(0)` | tp, then dp_shard | none | row 6 |
+    | `Shard(0), Shard(0)` | dp_shard, then tp | row 6 | none |
+    """
+    made: list[Cut] = []
+    for cut in reversed(cuts):
+        pieces, place, explained = 1, 0, cut.split_factor == 1
+        for i, other in enumerate(made):
+            if explained:
+                break
+            if other.dim == cut.dim:
+                pieces *= grid.size(other.axis)
+                explained, place = pieces == cut.split_factor, i + 1
+        if explained:
+            made.insert(place, Cut(cut.dim, cut.axis))
+        else:
+            made.insert(0, cut)
+    return made
