@@ -73,8 +73,10 @@ class PipelineLayers:
         place = self._place(param)
         if place is None:
             return name
-        # Names are only ever changed behind the layer's token, so the span still holds.
         start, stop, number = place
+        if not name.startswith(param.fqn[:stop]):
+            # An expert's index before the layers was renamed: what follows it has moved.
+            start, stop = start - len(param.fqn) + len(name), stop - len(param.fqn) + len(name)
         return name[:start] + str(number) + name[stop:]
 
 
