@@ -118,7 +118,7 @@ class ExpertGrid:
             if self._stack:
                 return found.head.rstrip(".") + found.tail
             return found.head + EXPERT + found.tail
-        if not self._unstack:
+        if Unstack() not in self.stages(param):
             return name
         parts = name.split(".")
         last = max(i for i, part in enumerate(parts) if part in self.tokens)
@@ -150,17 +150,30 @@ class ExpertGrid:
         """Places stacked experts `[local experts, …]`, or what all experts share."""
         shape = param.local_shape
         known = self._local_count(param, None)
-        if len(shape) < 3 and known != (shape[0] if shape else None):
-            return ()
         mesh = getattr(param.param, "device_mesh", None)
         placed = mesh is not None and "ep" in {
             param.grid.resolve(axis) for axis in (mesh.mesh_dim_names or ())
         }
+        if len(shape) < 3 and known != (shape[0] if shape else None):
+            if known is None and not placed and param.grid.size("ep") > 1:
+                raise param.fail(
+                    f"its shape {shape} does not tell whether it is stacked by expert or shared by "
+                    "all, and the number of experts of its layer is not known",
+                    "Pass ExpertGrid(num_experts=...).",
+                )
+            return ()
         stages: list[Stage] = [] if placed else [Shard(0, "ep")]
         if not placed and known is not None and known != shape[0]:
             raise param.fail(
                 f"dim 0 of stacked experts has {shape[0]} rows but a rank holds {known} experts",
                 "Mend the number of experts, or pass ExpertGrid(num_experts=...).",
+            )
+        order = [index for row in self._table or () for index in row]
+        if not placed and order != sorted(order):
+            raise param.fail(
+                f"ExpertGrid(indices=...) puts stacked experts in the order {order}",
+                "Stacked experts lie on disk in the order of the ranks; give one block after "
+                "another.",
             )
         if self._unstack:
             stages.append(Unstack())
