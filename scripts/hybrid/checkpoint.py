@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from model import HybridModel
-from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner
+from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner, LoadReport
 
 
 def save(
@@ -27,18 +27,17 @@ def save(
 
 def load(
     path: Path, model: HybridModel, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], LoadReport]:
     """Fills model and optimizer in place from a checkpoint of any configuration.
 
     Returns:
-        The saved progress, under the keys of `progress`.
+        The saved progress, under the keys of `progress`, and what the planner did on this rank.
     """
     state = capture(model, optimizer, progress)
     planner = LayoutAwareLoadPlanner(model, pg_collection=model.pg_collection)
     dcp.load(state, checkpoint_id=path, planner=planner)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    loaded: dict[str, Any] = state["train"]
-    return loaded
+    return state["train"], planner.report
 
 
 def capture(

@@ -2,6 +2,16 @@
 
 Exit status 0 only if every value that was loaded has the bits that were saved, and every resumed
 run's losses stay within `LOSS_TOLERANCE` of the uninterrupted run's.
+
+| file | holds |
+|---|---|
+| `drive`, `runs`, `launch` | this program; the runs it does; how one is started |
+| `train` | one run, under torchrun |
+| `checkpoint` | the calls of the library under test |
+| `reference`, `parts` | the proof's own reader, and its table of what parameters are made of |
+| `config`, `groups`, `sharding`, `collectives` | sizes, process groups, FSDP2, differentiable collectives |
+| `model`, `gated_delta`, `attention`, `mlp`, `experts`, `dispatcher`, `tensor_parallel` | the model |
+| `corpus`, `packing`, `initial`, `optimizer` | data, initial weights, AdamW |
 """
 
 import argparse

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from config import Parallelism
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProcessGroups:
     """This rank's groups; None where the axis is off.
 

@@ -75,7 +75,10 @@ def run_job(
 def _parse(line: str) -> dict[str, Any] | None:
     if not line.startswith('{"event"'):
         return None
-    event: dict[str, Any] = json.loads(line)
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError:
+        return None
     return event
 
 
@@ -96,5 +99,9 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _tail(log: Path, lines: int = 40) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def _tail(log: Path, lines: int = 30) -> str:
+    """What the first rank that failed says, or else the end of the log."""
+    text = log.read_text(errors="replace").splitlines()
+    traced = [line for line in text if line.startswith("[rank")]
+    first = [line for line in traced if line.split(":")[0] == traced[0].split(":")[0]]
+    return "\n".join((first or text)[-lines:])

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import checkpoint
 import initial
 import reference
 from config import HybridConfig, Parallelism
@@ -89,15 +90,13 @@ class Job:
         Raises:
             RuntimeError: Ranks disagree about a replicated tensor.
         """
-        from checkpoint import save
-
         held = self.global_tensors()
         if held is not None:
             if held.disagreeing:
                 raise RuntimeError(f"replicas differ before saving: {held.disagreeing[:8]}")
             torch.save({"tensors": held.tensors, "progress": self.progress()}, reference_path)
         started = time.perf_counter()
-        save(path, self.model, self.optimizer, self.progress())
+        checkpoint.save(path, self.model, self.optimizer, self.progress())
         self.emit("saved", step=self.step, seconds=time.perf_counter() - started)
 
     def load(self, path: Path, reference_path: Path, spoil: bool) -> bool:
@@ -106,15 +105,15 @@ class Job:
         Returns:
             Whether all is the same; every rank learns it.
         """
-        from checkpoint import load
-
         started = time.perf_counter()
-        progress = load(path, self.model, self.optimizer, self.progress())
+        progress, report = checkpoint.load(path, self.model, self.optimizer, self.progress())
         seconds = time.perf_counter() - started
         self.step = progress["step"]
         self.documents_seen = progress["documents_seen"]
         if spoil:
             self._flip_a_bit()
+        write_line(f"rank {self.rank}: {report}")
+        irregular = self._on_any_rank([*report.missing, *report.converted])
         outcome = [True]
         held = self.global_tensors()
         if held is not None:
@@ -122,6 +121,7 @@ class Job:
             different = held.differences(reference.GlobalTensors(saved["tensors"]))
             if not saved["progress"] == progress == self.progress():
                 different.append("progress")
+            different += irregular
             self.emit(
                 "loaded",
                 step=self.step,
@@ -134,6 +134,11 @@ class Job:
         dist.broadcast_object_list(outcome)
         return outcome[0]
 
+    def _on_any_rank(self, names: list[str]) -> list[str]:
+        gathered: list[list[str]] = [[]] * self.parallelism.world_size
+        dist.all_gather_object(gathered, names)
+        return sorted({name for each in gathered for name in each})
+
     @torch.no_grad()
     def _flip_a_bit(self) -> None:
         """Changes the last bit of one value, to see that the proof can fail."""
@@ -145,7 +150,13 @@ class Job:
     def emit(self, event: str, **fields: Any) -> None:
         """Tells the driver, from rank 0."""
         if self.rank == 0:
-            print(json.dumps({"event": event, **fields}), flush=True)
+            write_line(json.dumps({"event": event, **fields}))
+
+
+def write_line(line: str) -> None:
+    """Prints a line in one write, so that the ranks' lines do not mix in the pipe they share."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main() -> int:
