@@ -188,10 +188,9 @@ def _join(messages: Sequence[PlanMessage], leader: int, ranks: Sequence[int]) ->
     faults: list[str] = []
     for kind, members in groups.items():
         layouts = joined.layouts(kind)
-        none = Members(len(layouts))
         for rank in ranks:
             message = messages[rank]
-            for index in message.groups.get(kind, none).missing(members):
+            for index in message.groups.get(kind, Members()).missing(members):
                 fault = _needed(kind, layouts[index], message.grids[kind.chunk])
                 if fault:
                     key = kind.place.key(layouts[index].name)

@@ -7,6 +7,7 @@
 | `root_mesh` | the mesh that a submesh was sliced from |
 | `calling_save` | what `dcp.save` knows and does not tell its planner: the writer, the mode |
 | `keeps_one_chunk_per_key`, `names_files_by_rank` | what torch's own writers can hold |
+| `storage_info`, `memory_format_of` | types inside stock `.metadata` |
 
 Tested on torch 2.11, 2.13.0 and 2.14.1.
 """
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.tensor import DTensor
 
 
@@ -91,3 +93,13 @@ def names_files_by_rank(writer: Any, use_collectives: bool) -> bool:
     Without collectives torch's Hugging Face writer never learns its rank.
     """
     return use_collectives or not isinstance(writer, HuggingFaceStorageWriter)
+
+
+def storage_info() -> type:
+    """Returns the type in which torch's file system writer notes where a chunk's bytes lie."""
+    return _StorageInfo
+
+
+def memory_format_of(number: int) -> Any:
+    """Returns DCP's encoding of a memory format by its number."""
+    return _MEM_FORMAT_ENCODING(number)

@@ -103,6 +103,21 @@ class Names:
         self._chunks = [(section, dict.fromkeys(names)) for section, names in chunks]
         self._virtual = len(self._chunks) > 1 and all(s is None for s, _ in self._chunks)
 
+    def chunks_of(self, path: Path) -> list[int]:
+        """Returns the chunks of the model that may answer for a path, by its first element."""
+        _, number = _section(path[0])
+        return [
+            chunk
+            for chunk, (own, _) in enumerate(self._chunks)
+            if own in (None, str(path[0]))
+            and not (self._virtual and number is not None and number != chunk)
+        ]
+
+    def on_disk(self, path: Path) -> Path:
+        """Returns a path by the section it has on disk: `model1` is a chunk of `model`."""
+        section, number = _section(path[0])
+        return (section, *path[1:]) if self._virtual and number is not None else path
+
     def find(self, path: Path) -> Found | None:
         """Returns the parameter that a path speaks of, None if it speaks of none.
 
@@ -110,13 +125,8 @@ class Names:
             LayoutError: If it may speak of a parameter of two chunks of the model.
         """
         places = []
-        section, number = _section(path[0])
-        for chunk, (own, names) in enumerate(self._chunks):
-            if own is not None and str(path[0]) != own:
-                continue
-            if self._virtual and number is not None and number != chunk:
-                continue
-            found = _find(path, names)
+        for chunk in self.chunks_of(path):
+            found = _find(path, self._chunks[chunk][1])
             if found is not None:
                 places.append((chunk, *found))
         if not places:
@@ -128,8 +138,8 @@ class Names:
                 "and optimizer0, optimizer1)."
             )
         chunk, fqn, place = places[0]
-        if self._virtual and number is not None:
-            place = place._replace(before=(section, *place.before[1:]))
+        if place.before:
+            place = place._replace(before=self.on_disk(place.before))
         return Found(chunk, fqn, place)
 
 

@@ -3,16 +3,18 @@
 | name | is |
 |---|---|
 | `GroupLoad` | one optimizer's `param_groups` list: what to read, and how to put it together |
+| `EqualValues` | one value that was saved under several names: one step of stacked experts |
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
 from .conversion import exact_number
-from .entries import Path, key_of
+from .entries import Path
+from .optimizer import Forms
 from .reading import Saved
 
 _MEMBERS = ("params", "param_names")
@@ -28,7 +30,8 @@ class GroupLoad:
     Args:
         section: Path of the optimizer state that has the list.
         groups: The live groups, filled in place.
-        members: Names on disk of each group's parameters.
+        members: Names on disk of each group's parameters, in every form they may have there.
+        prefix: Key of the list on disk.
         saved: The checkpoint.
     """
 
@@ -36,15 +39,15 @@ class GroupLoad:
         self,
         section: Path,
         groups: list[dict[str, Any]],
-        members: Sequence[Sequence[str]],
+        members: Sequence[Sequence[Forms]],
+        prefix: str,
         saved: Saved,
     ) -> None:
         self.section = section
         self._groups = groups
         self._members = members
         self._values: dict[str, Any] = {}
-        prefix = key_of((*section, "param_groups")) + "."
-        self._prefix = prefix
+        self.prefix = prefix = prefix + "."
         self._by_name: dict[str, dict[str, str]] = {}
         self._by_position: dict[int, dict[str, str]] = {}
         for key in saved.stored:
@@ -61,7 +64,13 @@ class GroupLoad:
     def wanted(self) -> Iterable[str]:
         """Returns the keys to read."""
         if self._by_name:
-            wanted = [name for names in self._members for name in names]
+            wanted = [
+                name
+                for group in self._members
+                for forms in group
+                for names in forms
+                for name in names
+            ]
             return [
                 key
                 for name in dict.fromkeys(wanted)
@@ -86,18 +95,20 @@ class GroupLoad:
         saved_options = self._options()
         missing: list[str] = []
         faults: list[str] = []
-        for number, (group, names) in enumerate(zip(self._groups, self._members, strict=True)):
+        for number, (group, members) in enumerate(zip(self._groups, self._members, strict=True)):
             found: dict[str, tuple[str, Any]] = {}
+            names: list[str] = []
+            for forms in members:
+                form = next((f for f in forms if all(n in saved_options for n in f)), None)
+                if form is None:
+                    missing.append(f"{self.prefix}{forms[0][0]}")
+                names += form or ()
             for name in names:
-                options = saved_options.get(name)
-                if options is None:
-                    missing.append(f"{self._prefix}{name}")
-                    continue
-                for option, value in options.items():
+                for option, value in saved_options[name].items():
                     first, known = found.setdefault(option, (name, value))
                     if known != value:
                         faults.append(
-                            f"{self._prefix}{number}.{option}: {first} was saved with {known!r} "
+                            f"{self.prefix}{number}.{option}: {first} was saved with {known!r} "
                             f"and {name} with {value!r}"
                         )
             if not faults and not (strict and missing):
@@ -132,12 +143,44 @@ class GroupLoad:
     def _numbered(self, position: int, count: int) -> Sequence[str]:
         """Takes a group of integers for the live group at the same place, if they are as many."""
         if position < len(self._members) and len(self._members[position]) == count:
-            return self._members[position]
+            return [name for forms in self._members[position] for name in forms[0]]
         raise CheckpointError(
-            f"{self._prefix}{position}: the checkpoint numbers the {count} parameters of this "
+            f"{self.prefix}{position}: the checkpoint numbers the {count} parameters of this "
             f"group, and the live optimizer has no group of {count} at its place. Build the "
             "optimizer with the groups that were saved."
         )
+
+
+class EqualValues:
+    """Loads one value that the checkpoint has several times; it must be the same each time.
+
+    Args:
+        settle: Takes the value in the end.
+    """
+
+    def __init__(self, settle: Callable[[Any], None]) -> None:
+        self._settle = settle
+        self._values: dict[str, Any] = {}
+
+    def receive(self, key: str, value: Any) -> None:
+        """Takes the value of a key that was read."""
+        self._values[key] = value
+
+    def finish(self, strict: bool) -> list[str]:
+        """Puts the value into its place; nothing can be missing.
+
+        Raises:
+            CheckpointError: If two of the keys were saved with different values.
+        """
+        (first, value), *others = self._values.items()
+        for key, other in others:
+            if bool(other != value):
+                raise CheckpointError(
+                    f"{key}: saved as {other!r}, but {first} as {value!r}, and one stacked "
+                    "parameter holds both now. Load into single experts, or make them equal."
+                )
+        self._settle(value)
+        return []
 
 
 def _into(current: Any, value: Any) -> Any:

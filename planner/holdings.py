@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.layouts import (
     Cuts,
+    Grid,
+    Grids,
     Layout,
     LayoutError,
     LayoutRegistry,
-    ModelLayouts,
     ParamInfo,
+    expert_name,
 )
 from shardplan.layouts.fsdp import DTensorStorage, dtensor_cuts
 from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
@@ -29,7 +31,8 @@ from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
 from .compat import local_tensor
 from .entries import Found, Path, Place, key_of
 from .manifest import OBJECT, SHARD, VALUE, Kind
-from .table import Chunk, LayoutTable, grids_from_tensors
+from .meshes import MeshGroups
+from .table import Chunk, LayoutTable
 
 
 class Holding(NamedTuple):
@@ -185,21 +188,49 @@ class _Checks:
 def _place_lone(
     table: LayoutTable, holdings: Holdings, lone: list[tuple[int, Path, DTensor]]
 ) -> None:
-    """Gives DTensors that are no parameters a chunk of their own; their meshes describe them."""
-    grids = table.grids
-    if not any(chunk.layouts for chunk in table.chunks):
-        grids = grids_from_tensors((key_of(path), tensor) for _, path, tensor in lone) or grids
-    registry = LayoutRegistry([DTensorStorage()])
-    layouts = ModelLayouts()
-    chunk = Chunk(None, grids, layouts, {})
-    checks = _Checks(chunk)
+    """Gives DTensors that are no parameters chunks of their own; their meshes describe them.
+
+    There is one chunk for each grid that the meshes belong to: dense tensors and experts may live
+    on different ones.
+    """
+    known = []
+    if any(chunk.layouts for chunk in table.chunks):
+        known = list(dict.fromkeys((table.grids.dense, table.grids.expert)))
+    meshes = MeshGroups(known)
+    groups: dict[int, list[tuple[int, Path, DTensor]]] = {}
     for number, path, tensor in lone:
-        key = key_of(path)
-        info = ParamInfo(key, tuple(tensor.shape), grids.dense, False, None, tensor)
-        made = registry.layout(info)
-        layouts[key] = Layout(key, str(path[-1]), made.stages)
-        place = Place(path[:-1], "", "", ())
-        checks.fit(Found(0, key, place), "", tensor)
-        kind = Kind(len(table.chunks), place, SHARD, tensor.dtype)
-        holdings.held.append(Holding(number, kind, len(layouts) - 1, layouts[key]))
-    holdings.chunks = (*table.chunks, chunk)
+        group = meshes.add(key_of(path), tensor.device_mesh)
+        groups.setdefault(group, []).append((number, path, tensor))
+    grids = meshes.grids()
+    world = max([grid.world_size for grid in grids])
+    registry = LayoutRegistry([DTensorStorage()])
+    for group, members in sorted(groups.items()):
+        grid = grids[group]
+        layouts: dict[str, Layout] = {}
+        chunk = Chunk(None, Grids(grid, grid), layouts, {})
+        checks = _Checks(chunk)
+        for number, path, tensor in members:
+            key = key_of(path)
+            if grid.world_size != world:
+                raise LayoutError(
+                    f"{key}: its mesh {tensor.device_mesh} spans {grid.world_size} ranks and other "
+                    f"tensors' meshes {world} ({grid.facts()}). Cut all of them from one mesh."
+                )
+            layout = registry.layout(ParamInfo(key, tuple(tensor.shape), grid, False, None, tensor))
+            _check_expert(key, layout, grid)
+            layouts[key] = Layout(key, str(path[-1]), layout.stages)
+            place = Place(path[:-1], "", "", ())
+            checks.fit(Found(0, key, place), "", tensor)
+            kind = Kind(len(holdings.chunks), place, SHARD, tensor.dtype)
+            holdings.held.append(Holding(number, kind, len(layouts) - 1, layouts[key]))
+        holdings.chunks = (*holdings.chunks, chunk)
+
+
+def _check_expert(key: str, layout: Layout, grid: Grid) -> None:
+    """Refuses an expert whose mesh forgets that each expert-parallel rank has its own experts."""
+    if grid.size("ep") > 1 and "ep" not in layout.axes and expert_name(key) is not None:
+        raise LayoutError(
+            f"{key}: an expert's mesh has the axes {layout.axes}, without the expert axis ep of "
+            f"size {grid.size('ep')} ({grid.facts()}), so each of its ranks' experts would count as "
+            "a replica of the same one. Shard it on a mesh with ep, or pass the model and ExpertGrid."
+        )

@@ -28,11 +28,12 @@ from shardplan.layouts.variants import variants
 
 from .compat import local_tensor
 from .conversion import DTypePolicy, conversion_fault, exact_number
-from .entries import Index, Path, key_of
-from .groups import GroupLoad
+from .entries import Index, Path, Place, key_of
+from .groups import EqualValues, GroupLoad
 from .holdings import Holding, sort_values
-from .manifest import SHARD, value_name
-from .optimizer import Named, by_name, group_members, optimizer_names
+from .leftover import unexpected_keys
+from .manifest import SHARD
+from .optimizer import Forms, Named, by_name, group_members, names_of, optimizer_names
 from .reading import Saved
 from .report import LoadReport
 from .snapshot import Snapshot
@@ -51,14 +52,14 @@ class _Target:
         path: Path in the state dict, for values that are set rather than filled.
         tensor: The tensor to fill, None for a Python value.
         box: The requested box with its view of the tensor's storage.
-        group: The parameter groups that take the value.
+        group: What takes the value instead: parameter groups, or values that must be equal.
     """
 
     key: str
     path: Path
     tensor: torch.Tensor | None
     box: Box | None = None
-    group: GroupLoad | None = None
+    group: GroupLoad | EqualValues | None = None
     scalar: Any = None
     as_number: bool = False
 
@@ -140,7 +141,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
     def _reset(self) -> None:
         self._targets: list[_Target] = []
         self._items: list[ReadItem] = []
-        self._groups: list[GroupLoad] = []
+        self._groups: list[GroupLoad | EqualValues] = []
         self._faults: list[str] = []
         self._pads: list[tuple[str, torch.Tensor, list[Box]]] = []
         self._left = 0
@@ -181,17 +182,23 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 if held.kind.role == SHARD:
                     self._plan_shard(held, value, chunk.grids)
                 else:
-                    name = value_name(held.layout, chunk.grids.of(held.layout.family))
-                    self._plan_value(held.kind.place.key(name), path, value)
+                    forms = names_of(held.layout, chunk.grids.of(held.layout.family))
+                    self._plan_scalar(held.kind.place, forms, path, value)
             for number, path in holdings.extras:
                 self._plan_value(
                     key_of(path), snapshot.paths[named[number].number], raw[named[number].number]
                 )
             for group in self._groups:
-                for key in group.wanted():
+                for key in group.wanted() if isinstance(group, GroupLoad) else ():
                     self._plan_group_value(group, key)
         self._check()
-        self.report.unexpected = self._unexpected(holdings.held, holdings.chunks)
+        self.report.unexpected = unexpected_keys(
+            self._saved.stored,
+            self.report.loaded,
+            holdings.held,
+            holdings.chunks,
+            [g.prefix for g in self._groups if isinstance(g, GroupLoad)],
+        )
         return QuietLoadPlan(items=self._items)
 
     def _named(self, paths: list[Path], raw: list[Any]) -> list[Named]:
@@ -199,9 +206,10 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         assert self._saved is not None  # set_up_planner came before
         for section, members in group_members(paths, raw, self._table, self._ids).items():
             holder = _at(self._root, section)
-            groups = GroupLoad(section, holder["param_groups"], members, self._saved)
+            prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
+            groups = GroupLoad(section, holder["param_groups"], members, prefix, self._saved)
             self._groups.append(groups)
-        taken = [(*group.section, "param_groups") for group in self._groups]
+        taken = [(*g.section, "param_groups") for g in self._groups if isinstance(g, GroupLoad)]
         everything = by_name(paths, raw, self._table, self._ids)
         if everything is None:
             return [Named(path, number) for number, path in enumerate(paths)]
@@ -320,6 +328,22 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         if pads:
             self._pads.append((key, tensor, pads))
 
+    def _plan_scalar(self, place: Place, forms: Forms, path: Path, value: Any) -> None:
+        """Plans the read of a parameter's scalar, under the names that the checkpoint has."""
+        saved = self._saved
+        assert saved is not None  # set_up_planner came before
+        written = [[place.key(name) for name in names] for names in forms]
+        keys = next((f for f in written if all(saved.key(k) for k in f)), written[0])
+        if len(keys) == 1 or not all(saved.key(key) for key in keys):
+            for key in keys:
+                self._plan_value(key, path, value)
+            return
+        target = _Target(keys[0], path, None, scalar=value)
+        one = EqualValues(lambda found: self._settle(target, found))
+        self._groups.append(one)
+        for key in keys:
+            self._plan_group_value(one, saved.key(key) or key)
+
     def _plan_value(self, key: str, path: Path, value: Any) -> None:
         """Plans the read of a value that every rank loads whole."""
         saved = self._saved
@@ -382,7 +406,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         )
         return None
 
-    def _plan_group_value(self, group: GroupLoad, key: str) -> None:
+    def _plan_group_value(self, group: GroupLoad | EqualValues, key: str) -> None:
         assert self._saved is not None  # set_up_planner came before
         stored = self._saved.stored[key]
         if isinstance(stored, BytesStorageMetadata):
@@ -432,26 +456,6 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         assert self._saved is not None  # set_up_planner came before
         keys = list(self._saved.stored)
         return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-
-    def _unexpected(self, held: list[Holding], chunks: Any) -> list[str]:
-        """Returns the checkpoint's keys in the loaded sections that nothing asked for."""
-        assert self._saved is not None  # set_up_planner came before
-        known = set(self.report.loaded)
-        sections = {key.partition(".")[0] for key in known}
-        for holding in held:
-            layout, grid = (
-                holding.layout,
-                chunks[holding.kind.chunk].grids.of(holding.layout.family),
-            )
-            for place in grid.walk([a for a in layout.axes if a == "ep"]):
-                for frame in evaluate(layout.stages, place, layout.fqn):
-                    known.add(holding.kind.place.key(layout.key(frame)))
-                known.add(holding.kind.place.key(value_name(layout, place)))
-        return [
-            key
-            for key in self._saved.stored
-            if key not in known and key.partition(".")[0] in sections
-        ]
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Returns the plans as they are: every rank has planned for itself."""
@@ -538,6 +542,20 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             local_tensor(wanted).detach().fill_(number)
         else:
             self._set(target.path, number)
+
+    def _settle(self, target: _Target, value: Any) -> None:
+        """Puts a value that was read apart where it belongs, in the kind that is there."""
+        wanted = target.scalar
+        if isinstance(value, torch.Tensor):
+            if isinstance(wanted, torch.Tensor) and value.dtype == wanted.dtype:
+                local = local_tensor(wanted).detach()
+                local.copy_(value.reshape(local.shape))
+                return
+            value = value.item()
+        if isinstance(wanted, torch.Tensor):
+            self._set_number(target, value)
+        else:
+            self._set(target.path, value)
 
     def _set(self, path: Path, value: Any) -> None:
         holder = _at(self._root, path[:-1])

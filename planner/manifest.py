@@ -9,7 +9,7 @@
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Box, Frame
 from shardplan.layouts.stages import Stage
+from shardplan.layouts.storage import Whole
 
 from .entries import Path, Place, key_of
 from .ownership import parts, take
@@ -63,23 +64,31 @@ class Kind:
         return self.dtype.itemsize if self.dtype is not None else 1
 
 
+@dataclass(frozen=True, slots=True)
 class Members:
-    """Which parameters of a chunk a group has: one bit each, in the order of the layouts."""
+    """Which parameters of a chunk a group has: one bit each, in the order of the layouts.
 
-    __slots__ = ("bits",)
+    Attributes:
+        bits: Bit `i` is set if parameter `i` is a member.
+    """
 
-    def __init__(self, count: int = 0, bits: bytes | None = None) -> None:
-        self.bits = bytearray((count + 7) // 8) if bits is None else bytearray(bits)
+    bits: int = 0
 
-    def add(self, index: int) -> None:
-        """Adds the parameter number `index`."""
-        self.bits[index >> 3] |= 1 << (index & 7)
+    @classmethod
+    def of(cls, indices: Iterable[int]) -> "Members":
+        """Returns the group of some parameters."""
+        ordered = list(indices)
+        packed = bytearray((max(ordered, default=0) >> 3) + 1)
+        for index in ordered:
+            packed[index >> 3] |= 1 << (index & 7)
+        return cls(int.from_bytes(packed, "little"))
 
     def __contains__(self, index: int) -> bool:
-        return bool(self.bits[index >> 3] & (1 << (index & 7)))
+        return bool(self.bits >> index & 1)
 
     def __iter__(self) -> Iterator[int]:
-        for byte, value in enumerate(self.bits):
+        packed = self.bits.to_bytes((self.bits.bit_length() + 7) // 8, "little")
+        for byte, value in enumerate(packed):
             while value:
                 low = value & -value
                 yield (byte << 3) + low.bit_length() - 1
@@ -87,11 +96,11 @@ class Members:
 
     def union(self, other: "Members") -> "Members":
         """Returns the members of either group."""
-        return Members(bits=bytes(a | b for a, b in zip(self.bits, other.bits, strict=True)))
+        return self if self.bits == other.bits else Members(self.bits | other.bits)
 
     def missing(self, other: "Members") -> "Members":
         """Returns the members of `other` that this group lacks."""
-        return Members(bits=bytes(b & ~a for a, b in zip(self.bits, other.bits, strict=True)))
+        return Members(other.bits & ~self.bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +222,7 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
                     stored = TensorStorageMetadata(properties, size, chunks)
                     yield kind.place.key(name), kind.place.path(name), stored, layout.fqn
                 continue
-            for name in value_names(layout, chunk.grids.of(layout.family)):
+            for name in all_value_names(layout, chunk.grids.of(layout.family)):
                 yield (
                     kind.place.key(name),
                     kind.place.path(name),
@@ -225,22 +234,29 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
         yield extra.key, extra.path, _whole(found, extra.shape), extra.key
 
 
-def value_name(layout: Layout, grid: Grid) -> str:
-    """Returns the name under which a rank knows a whole parameter's scalars.
+def value_names(layout: Layout, grid: Grid) -> tuple[str, ...]:
+    """Returns the names under which a rank knows a whole parameter's scalars.
 
-    Components share their parameter's name; an expert has its global index in it.
+    Components share their parameter's name; an expert has its global index in it, and stacked
+    experts that are single on disk have one name each.
     """
-    for stage in layout.stages if EXPERT in layout.name else ():
+    if EXPERT not in layout.name:
+        return (layout.name,)
+    for stage in layout.stages:
         index = getattr(stage, "expert_index", None)
         if index is not None:
-            return layout.key_of("", index(grid))
-    return layout.name
+            return (layout.key_of("", index(grid)),)
+    whole = (Whole(layout.local_shape), *layout.stages[1:])
+    held = (frame.expert for frame in evaluate(whole, grid, layout.fqn) if frame.boxes)
+    return tuple(dict.fromkeys(layout.key_of("", expert) for expert in held))
 
 
-def value_names(layout: Layout, grid: Grid) -> list[str]:
+def all_value_names(layout: Layout, grid: Grid) -> list[str]:
     """Returns the names under which all ranks together know a whole parameter's scalars."""
-    axes = [a for s in layout.stages if hasattr(s, "expert_index") for a in s.axes]
-    return list(dict.fromkeys(value_name(layout, place) for place in grid.walk(axes)))
+    if EXPERT not in layout.name:
+        return [layout.name]
+    axes = [axis for stage in layout.stages[1:] for axis in stage.axes]
+    return list(dict.fromkeys(n for place in grid.walk(axes) for n in value_names(layout, place)))
 
 
 def _whole(properties: TensorProperties | None, shape: tuple[int, ...]) -> Stored:

@@ -4,6 +4,7 @@
 |---|---|
 | `optimizer_names` | which integer of a raw `optimizer.state_dict()` is which parameter |
 | `by_name` | renames the values of optimizer states in a flattened state dict |
+| `group_members` | the names on disk of the parameters of each group |
 
 | what the state dict has | what is saved |
 |---|---|
@@ -17,15 +18,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, Grid, Layout
 from shardplan.layouts.model import clean_name
+from shardplan.layouts.variants import variants
 
 from .entries import Path, key_of
-from .manifest import value_name
-from .table import LayoutTable, modules_of
+from .manifest import value_names
+from .table import Chunk, LayoutTable, modules_of
 
 _GROUPS = "param_groups"
 _MEMBERS = ("params", "param_names")
+
+# The names that one parameter has on disk, for each form in which it may have been saved: its own
+# first, then as one of stacked experts, or one name for each of them.
+Forms = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,7 @@ def by_name(
 
 def group_members(
     paths: Sequence[Path], values: Sequence[Any], table: LayoutTable, ids: Mapping[int, str]
-) -> dict[Path, list[list[str]]]:
+) -> dict[Path, list[list[Forms]]]:
     """Returns the names on disk of the parameters of each group, for each list of groups.
 
     Optimizer states without a model that knows their parameters are left out.
@@ -116,7 +122,7 @@ def group_members(
         members = _members(section, paths, values, table, ids)
         if members is not None:
             found[section] = [
-                [disk_name(table, fqn) for fqn in listed]
+                [value_forms(table, section, fqn) for fqn in listed]
                 for _, listed in sorted(members.groups.items())
             ]
     return found
@@ -164,7 +170,7 @@ def _members(
     if not any(chunk.layouts for chunk in table.chunks):
         return None
     if not known:
-        known = _by_order(found, table)
+        known = _by_order(found, _chunks(table, section))
     groups = {
         group: [
             clean_name(entry) if isinstance(entry, str) else _name(section, entry, known)
@@ -175,12 +181,12 @@ def _members(
     return _Members(known, groups)
 
 
-def _by_order(found: Mapping[int, list[Any]], table: LayoutTable) -> dict[int, str]:
+def _by_order(found: Mapping[int, list[Any]], chunks: Sequence[Chunk]) -> dict[int, str]:
     """Numbers the parameters of a model in their own order, if all are in one group.
 
     `Optimizer(model.parameters())` numbers them so; the shapes are checked later like any.
     """
-    fqns = [fqn for chunk in table.chunks for fqn in chunk.layouts.parameters]
+    fqns = [fqn for chunk in chunks for fqn in chunk.layouts.parameters]
     listed = found.get(0, [])
     if len(found) == 1 and listed == list(range(len(fqns))):
         return dict(enumerate(fqns))
@@ -208,13 +214,29 @@ def names_differ(table: LayoutTable) -> bool:
     )
 
 
-def disk_name(table: LayoutTable, fqn: str) -> str:
-    """Returns a parameter's name on disk, an expert's by its global index."""
-    for chunk in table.chunks:
+def value_forms(table: LayoutTable, section: Path, fqn: str) -> Forms:
+    """Returns the names on disk of a parameter's scalars, for each form it may have there.
+
+    Args:
+        table: The model's layouts.
+        section: Path of the optimizer state that names the parameter.
+        fqn: Its name there.
+    """
+    for chunk in _chunks(table, section):
         layout = chunk.layouts.get(fqn)
         if layout is not None:
-            return value_name(layout, chunk.grids.of(layout.family))
-    return fqn
+            return names_of(layout, chunk.grids.of(layout.family))
+    return ((fqn,),)
+
+
+def names_of(layout: Layout, grid: Grid) -> Forms:
+    """Returns the names on disk of a layout's scalars, for each form it may have there."""
+    return tuple(dict.fromkeys(value_names(form, grid) for form in variants(layout, grid)))
+
+
+def _chunks(table: LayoutTable, section: Path) -> list[Chunk]:
+    """Returns the chunks of the model whose parameters an optimizer state may name."""
+    return [table.chunks[number] for number in table.names.chunks_of((*section, _GROUPS))]
 
 
 def _group_value(
@@ -228,8 +250,8 @@ def _group_value(
     listed = members.get(group, [])
     if not names_differ(table):
         if option == ("params",):
-            names = tuple(disk_name(table, fqn) for fqn in listed)
-            return [Named((*section, *rest), number, names)]
+            names = (name for fqn in listed for name in value_forms(table, section, fqn)[0])
+            return [Named((*section, *rest), number, tuple(names))]
         return [Named((*section, *rest), number)]
     if option[0] in _MEMBERS:
         return []

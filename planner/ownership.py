@@ -13,7 +13,7 @@ comes to the same answer alone.
 import heapq
 from collections.abc import Iterable
 
-from shardplan.layouts import Grid, Layout
+from shardplan.layouts import ExpertIndex, Grid, Layout, Shard, Unstack
 from shardplan.layouts.slab import Box, Shape, split
 
 # A part smaller than this costs a writer more than its bytes.
@@ -94,10 +94,11 @@ def writer_of_value(layout: Layout, grid: Grid) -> bool:
     That is a rank which stores the parameter's first elements, so that it surely has the value;
     its replicas take turns. Where the expert axis is part of the name, each name has its own.
     """
+    by_row = any(isinstance(stage, Unstack) for stage in layout.stages)
     named = {
         axis
         for stage in layout.stages
-        if type(stage).__name__ == "ExpertIndex"
+        if isinstance(stage, ExpertIndex) or (by_row and isinstance(stage, Shard) and not stage.dim)
         for axis in stage.axes
     }
     storage = layout.storage.axes

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from shardplan.layouts import CheckpointError, Grids, LayoutProvider
+from shardplan.layouts import CheckpointError, Grids, Layout, LayoutProvider
 
 from .agreement import PlanMessage, PlanReply, compare, first_difference
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key
@@ -99,6 +99,11 @@ class LayoutAwareSavePlanner(SavePlanner):
         self._waiting: list[Source] = []
         self._sources: dict[tuple[str, Any], Source] = {}
         self._unresolved = 0
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Layout of each parameter and buffer, by clean name; the first chunk's of several."""
+        return dict(self._table.chunks[0].layouts)
 
     def set_up_planner(
         self,

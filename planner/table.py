@@ -24,16 +24,14 @@ from shardplan.layouts import (
     Level,
     ModelLayouts,
     carried_pg_collection,
-    expert_name,
     installed_layouts,
     model_layouts,
 )
-from shardplan.layouts.grid import mesh_axes
 from shardplan.layouts.layout import digest
 from shardplan.layouts.serial import stage_to_json
 
-from .compat import root_mesh
 from .entries import Names
+from .meshes import grids_from_tensors
 from .without_gc import without_gc
 
 
@@ -209,41 +207,3 @@ def replicas() -> Grids:
     )
     dense = Grid(("dp_replicate",), (size,), (rank,))
     return Grids(dense, dense)
-
-
-def grids_from_tensors(named: Iterable[tuple[str, Any]]) -> Grids | None:
-    """Returns the grids that DTensors' own meshes describe, None if there is no DTensor.
-
-    Dense parameters and experts may live on different meshes.
-
-    Raises:
-        LayoutError: If the dense parameters live on meshes that do not belong together.
-    """
-    dense: dict[Any, str] = {}
-    expert: dict[Any, str] = {}
-    seen: set[tuple[int, bool]] = set()
-    for fqn, tensor in named:
-        mesh = getattr(tensor, "device_mesh", None)
-        if mesh is None or not hasattr(tensor, "placements"):
-            continue
-        is_expert = expert_name(fqn) is not None
-        if (id(mesh), is_expert) not in seen:
-            seen.add((id(mesh), is_expert))
-            (expert if is_expert else dense).setdefault(root_mesh(mesh), fqn)
-    if not dense and not expert:
-        return None
-    grids = [_one_mesh(found) for found in (dense or expert, expert or dense)]
-    return Grids(*grids)
-
-
-def _one_mesh(meshes: dict[Any, str]) -> Grid:
-    """Returns the grid of the largest mesh; the others must be made of its axes."""
-    root = max(meshes, key=lambda mesh: int(mesh.size()))
-    grid = Grid(mesh_axes(root), tuple(root.shape), tuple(root.get_coordinate() or ()))
-    for mesh, fqn in meshes.items():
-        if not set(mesh_axes(mesh)) <= set(grid.axes):
-            raise LayoutError(
-                f"{fqn}: its mesh axes {mesh_axes(mesh)} are not among {grid.axes}, the axes of "
-                f"{meshes[root]}'s mesh. Slice both from one mesh, or pass grid=."
-            )
-    return grid

@@ -28,7 +28,7 @@ from shardplan.layouts.stages import Stage
 
 from .entries import Path, key_of
 from .holdings import Holding, sort_values
-from .manifest import OBJECT, SHARD, Extra, Kind, Members, StageManifest, value_name
+from .manifest import OBJECT, SHARD, Extra, Kind, Members, StageManifest, value_names
 from .ownership import deal, parts, take, writer_of_value
 from .table import Chunk, LayoutTable
 from .values import value_digest
@@ -163,6 +163,7 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
     pieces: dict[tuple[int, str], _Pieces] = {}
     shared: dict[tuple[Grid, tuple[str, ...]], list[tuple[int, str, int]]] = {}
     pending: list[tuple[WriteItem, Source]] = []
+    members: dict[Kind, list[int]] = {}
     seen: dict[str, int] = {}
     clashes: list[str] = []
 
@@ -180,9 +181,7 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
     for held in holdings.held:
         kind, layout = held.kind, held.layout
         chunk = holdings.chunks[kind.chunk]
-        if kind not in plan.groups:
-            plan.groups[kind] = Members(len(chunk.layouts))
-        plan.groups[kind].add(held.order)
+        members.setdefault(kind, []).append(held.order)
         family = (kind.chunk, layout.family)
         if family not in pieces:
             pieces[family] = _Pieces(chunk.grids.of(layout.family))
@@ -204,10 +203,12 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
                     plan.sources.append(source)
             continue
         grid = pieces[family].grid
-        key = kind.place.key(value_name(layout, grid))
-        claim(key, held.number)
-        if writer_of_value(layout, grid):
-            share(layout, chunk, *_value_item(key, held))
+        for name in value_names(layout, grid):
+            key = kind.place.key(name)
+            claim(key, held.number)
+            if writer_of_value(layout, grid):
+                share(layout, chunk, *_value_item(key, held))
+    plan.groups = {kind: Members.of(orders) for kind, orders in members.items()}
     if clashes:
         raise CheckpointError(
             f"{summary(clashes)} of the state dict would have one key. Rename one of them, or "

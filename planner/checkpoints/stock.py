@@ -1,0 +1,139 @@
+"""A checkpoint that torch's own file system writer made, read without executing its pickle."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from shardplan.layouts import CheckpointError
+
+from .arrays import Array
+from .files import Files
+from .opened import Checkpoint, Fault
+from .records import Section, damaged, find_array
+from .safe_metadata import read_metadata
+
+
+class StockCheckpoint(Checkpoint):
+    """A folder with `.metadata` and `__{rank}_{n}.distcp` files.
+
+    Args:
+        path: The folder.
+        trust_pickle: Whether to unpickle `.metadata` whatever it names.
+
+    Raises:
+        CheckpointError: If `.metadata` is missing, damaged, or names more than DCP's types.
+    """
+
+    format = "dcp"
+
+    def __init__(self, path: Path, *, trust_pickle: bool = False) -> None:
+        metadata = read_metadata(path / ".metadata", trust_pickle=trust_pickle)
+        if not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"{path / '.metadata'}: it does not say where the data lies.")
+        super().__init__(path, Files(path), metadata)
+        self._places: dict[MetadataIndex, Any] = metadata.storage_data
+        self._arrays: dict[tuple[str, torch.Size], Array | None] = {}
+
+    def _place(self, key: str, offsets: torch.Size | None) -> Any:
+        place = self._places.get(MetadataIndex(key, offsets))
+        if place is None:
+            at = f" the chunk at {tuple(offsets)}" if offsets is not None else ""
+            raise CheckpointError(
+                f"{key}: the metadata does not say where{at} lies. The save did not finish, or "
+                "a writer lost it."
+            )
+        return place
+
+    def chunk_bytes(self, key: str, chunk: ChunkStorageMetadata) -> tuple[str, int, int]:
+        place = self._place(key, chunk.offsets)
+        return place.relative_path, place.offset, place.length
+
+    def array(self, key: str, chunk: ChunkStorageMetadata) -> Array | None:
+        ident = (key, chunk.offsets)
+        if ident not in self._arrays:
+            place = self._place(*ident)
+            if place.transform_descriptors:
+                raise CheckpointError(
+                    f"{key}: stored with the transforms {place.transform_descriptors}, which only "
+                    "the extension that wrote it can undo."
+                )
+            if len(self._arrays) > 4096:
+                self._arrays.clear()
+            self._arrays[ident] = find_array(
+                self.files, place.relative_path, place.offset, place.length, key
+            )
+        return self._arrays[ident]
+
+    def load_chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        place = self._place(key, chunk.offsets)
+        section = Section(self.files, place.relative_path, place.offset, place.length)
+        found: torch.Tensor = torch.load(section, map_location="cpu", weights_only=True)
+        return found
+
+    def object_bytes(self, key: str) -> bytes:
+        place = self._place(key, None)
+        return self.files.take(place.relative_path, place.offset, place.length)
+
+    def file_bytes(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for place in self._places.values():
+            sizes[place.relative_path] = sizes.get(place.relative_path, 0) + place.length
+        return sizes
+
+    def facts(self) -> dict[str, Any]:
+        ranks = {name.strip("_").split("_")[0] for name in self.file_bytes()}
+        return {"ranks that wrote": len(ranks)}
+
+    def structure_faults(self) -> Iterator[Fault]:
+        ends: dict[str, int] = {}
+        spans: dict[str, list[tuple[int, int, str]]] = {}
+        for index, place in self._places.items():
+            name = place.relative_path
+            ends[name] = max(ends.get(name, 0), place.offset + place.length)
+            spans.setdefault(name, []).append((place.offset, place.length, index.fqn))
+        for name, end in sorted(ends.items()):
+            size = self.files.size(name)
+            if size is None:
+                yield Fault(name, f"the file is missing; {len(spans[name])} parts lie in it")
+            elif size < end:
+                yield Fault(name, f"the file has {size} bytes and needs {end}: truncated")
+            reached, holder = 0, ""
+            for start, length, fqn in sorted(spans[name]):
+                if start < reached:
+                    yield Fault(
+                        fqn, f"{name}: its bytes [{start}, {start + length}) overlap {holder}'s"
+                    )
+                    break
+                reached, holder = start + length, fqn
+
+    def checksum_faults(self, key: str) -> Iterator[Fault]:
+        stored = self.metadata.state_dict_metadata[key]
+        chunks: list[torch.Size | None] = [None]
+        if isinstance(stored, TensorStorageMetadata):
+            chunks = [chunk.offsets for chunk in stored.chunks]
+        for offsets in chunks:
+            place = self._places.get(MetadataIndex(key, offsets))
+            if place is None:
+                at = f"the chunk at {tuple(offsets)}" if offsets is not None else "the value"
+                yield Fault(key, f"the metadata does not say where {at} lies")
+                continue
+            if self.files.size(place.relative_path) is None:
+                continue  # said once, for the file
+            if place.transform_descriptors:
+                continue
+            if isinstance(stored, BytesStorageMetadata) and not self._is_archive(place):
+                continue
+            for text in damaged(self.files, place.relative_path, place.offset, place.length):
+                yield Fault(key, text)
+
+    def _is_archive(self, place: Any) -> bool:
+        head = min(4, place.length)
+        return self.files.take(place.relative_path, place.offset, head) == b"PK\x03\x04"

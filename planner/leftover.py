@@ -1,0 +1,108 @@
+"""Keys of a checkpoint that nothing in a load accounts for.
+
+| name | does |
+|---|---|
+| `unexpected_keys` | the keys of the loaded sections that no shard of the model would ask for |
+"""
+
+from collections.abc import Iterable, Sequence
+
+from shardplan.layouts import Grid, Layout, clean_name
+from shardplan.layouts.layout import evaluate
+from shardplan.layouts.stages import Stage
+from shardplan.layouts.storage import Whole
+from shardplan.layouts.variants import variants
+
+from .entries import Place
+from .holdings import Holding
+from .manifest import SHARD, all_value_names
+from .table import Chunk
+
+_Names = tuple[tuple[str, int | None], ...]
+
+
+def unexpected_keys(
+    stored: Iterable[str],
+    loaded: Iterable[str],
+    held: Sequence[Holding],
+    chunks: Sequence[Chunk],
+    group_prefixes: Sequence[str],
+) -> list[str]:
+    """Returns the keys in the loaded sections that neither this rank nor another shard asks for.
+
+    A rank that stores nothing of a parameter has no optimizer state for it, and other ranks hold
+    other experts: what the layouts of this rank's chunks explain is expected, in any form that
+    it may have on disk.
+
+    Args:
+        stored: The checkpoint's keys.
+        loaded: Those that this rank loads.
+        held: What this rank holds.
+        chunks: The model's chunks.
+        group_prefixes: Keys of the lists of parameter groups, with their last dot.
+    """
+    known = set(loaded)
+    sections = {key.partition(".")[0] for key in known}
+    left = [key for key in stored if key not in known and key.partition(".")[0] in sections]
+    if not left:
+        return []
+    places: dict[int, dict[tuple[Place, bool], None]] = {}
+    for holding in held:
+        found = places.setdefault(holding.kind.chunk, {})
+        found[holding.kind.place, holding.kind.role == SHARD] = None
+    explained: set[str] = set()
+    grouped: set[str] = set()
+    for number, chunk in enumerate(chunks):
+        names = _ChunkNames(chunk)
+        for place, sharded in places.get(number, ()):
+            explained.update(map(place.key, names.of(place.slot, sharded)))
+        grouped.update(names.of("", False) if group_prefixes else ())
+
+    def expected(key: str) -> bool:
+        if clean_name(key) in explained:
+            return True
+        prefix = next((p for p in group_prefixes if key.startswith(p)), None)
+        return prefix is not None and key[len(prefix) :].rpartition(".")[0] in grouped
+
+    return [key for key in left if not expected(key)]
+
+
+class _ChunkNames:
+    """All names on disk of a chunk's parameters, at every coordinate and in every form."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+        self._known: dict[tuple[tuple[Stage, ...], str], _Names] = {}
+        self._made: dict[tuple[bool, bool], list[str]] = {}
+
+    def of(self, slot: str, sharded: bool) -> list[str]:
+        """Returns the names of a slot: its components if it is sharded, else the parameters'."""
+        own_layouts = bool(slot) and bool(self._chunk.state_layouts)
+        ident = (own_layouts, sharded)
+        if ident not in self._made:
+            self._made[ident] = [
+                name
+                for fqn in self._chunk.layouts
+                for name in self._names(self._chunk.layout(fqn, slot), sharded)
+            ]
+        return self._made[ident]
+
+    def _names(self, layout: Layout, sharded: bool) -> Iterable[str]:
+        grid = self._chunk.grids.of(layout.family)
+        for form in variants(layout, grid):
+            if not sharded:
+                yield from all_value_names(form, grid)
+                continue
+            for suffix, expert in self._frames(form, grid):
+                yield form.key_of(suffix, expert)
+
+    def _frames(self, layout: Layout, grid: Grid) -> _Names:
+        stages = (Whole(layout.local_shape), *layout.stages[1:])  # storage changes no name
+        known = self._known.get((stages, layout.family))
+        if known is None:
+            found: dict[tuple[str, int | None], None] = {}
+            for place in grid.walk([axis for axis in layout.axes if axis == "ep"]):
+                frames = evaluate(stages, place, layout.fqn)
+                found.update(((frame.suffix, frame.expert), None) for frame in frames)
+            known = self._known[stages, layout.family] = tuple(found)
+        return known
