@@ -50,7 +50,7 @@ class Files:
         Raises:
             CheckpointError: If the file is missing or too short.
         """
-        view = memoryview(out)
+        view = out.data.cast("B")
         done = 0
         try:
             descriptor = self._descriptor(name)

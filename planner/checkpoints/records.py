@@ -19,6 +19,7 @@ from shardplan.layouts.slab import contiguous_strides
 from .arrays import Array
 from .files import Files
 
+_AHEAD = 16 << 10
 _LOCAL = struct.Struct("<4s22xHH")  # signature, and the lengths of name and extra field
 
 
@@ -28,6 +29,11 @@ class Section(io.RawIOBase):
     def __init__(self, files: Files, name: str, start: int, length: int) -> None:
         self._files, self._name, self._start, self._length = files, name, start, length
         self._at = 0
+
+    def stream(self) -> io.BufferedReader:
+        """Returns the section as a stream that reads ahead."""
+        self.seek(0)
+        return io.BufferedReader(self, _AHEAD)
 
     def readable(self) -> bool:
         return True
@@ -74,10 +80,9 @@ def find_array(files: Files, name: str, start: int, length: int, what: str) -> A
     """
     section = Section(files, name, start, length)
     try:
-        archive = zipfile.ZipFile(section)
+        archive = zipfile.ZipFile(section.stream())
         record = next((i for i in archive.infolist() if i.filename.endswith("/data/0")), None)
-        section.seek(0)
-        shown = torch.load(section, map_location="meta", weights_only=True)
+        shown = torch.load(section.stream(), map_location="meta", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:  # zipfile and torch raise many kinds on damaged bytes

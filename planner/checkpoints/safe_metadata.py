@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -198,7 +198,7 @@ def _size(value: Any) -> torch.Size:
     return value
 
 
-class SafeFileSystemReader(dcp.FileSystemReader):
+class SafeFileSystemReader(FileSystemReader):
     """Torch's file system reader, but `.metadata` is read without executing it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

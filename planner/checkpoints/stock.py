@@ -75,7 +75,7 @@ class StockCheckpoint(Checkpoint):
     def load_chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         place = self._place(key, chunk.offsets)
         section = Section(self.files, place.relative_path, place.offset, place.length)
-        found: torch.Tensor = torch.load(section, map_location="cpu", weights_only=True)
+        found: torch.Tensor = torch.load(section.stream(), map_location="cpu", weights_only=True)
         return found
 
     def object_bytes(self, key: str) -> bytes:
