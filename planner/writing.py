@@ -203,8 +203,8 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
                     plan.sources.append(source)
             continue
         grid = pieces[family].grid
-        for name in value_names(layout, grid):
-            key = kind.place.key(name)
+        for known in value_names(layout, grid):
+            key = kind.place.key(known)
             claim(key, held.number)
             if writer_of_value(layout, grid):
                 share(layout, chunk, *_value_item(key, held))
