@@ -7,6 +7,7 @@
 | `grid` | mesh axes and a rank's coordinate, from groups, meshes or integers |
 | `provider`, `registry`, `model` | who knows how a parameter is laid out, and how they are asked |
 | `fsdp`, `tensor_parallel`, `swiglu`, `gdn`, `experts`, `vocabulary`, `pipeline` | the built-in providers |
+| `megatron_fsdp` | the flat buffers of live Megatron-FSDP parameters |
 | `testing` | the conformance suite for a provider of your own |
 
 Coordinate spaces, always in this order: storage → local → component → global. All numbers count

@@ -10,8 +10,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from . import megatron_fsdp
 from .errors import LayoutError
 from .grid import Grid, mesh_axes
 from .provider import Level, ParamInfo, matcher
@@ -70,7 +70,7 @@ class FSDPFlatBuffer:
 
     | form | reads |
     |---|---|
-    | `FSDPFlatBuffer()` | Megatron-FSDP parameters: their place in the parameter buffer, for every rank |
+    | `FSDPFlatBuffer()` | Megatron-FSDP parameters: their place in the parameter buffer, for every rank; see `megatron_fsdp` |
     | `FSDPFlatBuffer({pattern: ((0, 4), (4, 8))})` | `[start, stop)` of the flattened parameter for each rank |
     | `FSDPFlatBuffer(buffers=[BufferDescription(...)])` | the parameters' place in a buffer |
 
@@ -79,7 +79,6 @@ class FSDPFlatBuffer:
         buffers: Descriptions of flat buffers; a parameter may be in one of them.
         axes: Axes of the explicit ranges; `dp_shard` or the experts' `edp_shard` if not given.
 
-    Source: megatron_fsdp/param_and_grad_buffer.py, build_data_parallel_buffer_index.
     """
 
     name = "fsdp-flat-buffer"
@@ -97,24 +96,25 @@ class FSDPFlatBuffer:
             for pattern, bounds in (ranges or {}).items()
         ]
         self._axes = axes
-        self._places: dict[str, tuple[BufferDescription, int]] = {}
+        self._places: dict[str, tuple[BufferDescription, int, int]] = {}
         for buffer in buffers:
+            length = buffer.slice_length
             for fqn, offset in buffer.offsets.items():
                 if fqn in self._places:
                     raise LayoutError(f"{fqn}: two flat buffers hold it. Describe it once.")
-                self._places[fqn] = (buffer, offset)
+                self._places[fqn] = (buffer, offset, length)
 
     def claims(self, param: ParamInfo) -> bool:
         return (
             param.fqn in self._places
             or any(matches(param.fqn) for matches, _ in self._rules)
-            or getattr(param.param, "megatron_fsdp_slice", None) is not None
+            or megatron_fsdp.is_managed(param)
         )
 
     def stages(self, param: ParamInfo) -> tuple[Stage, ...]:
         shard = (param.axis("dp_shard", "edp_shard"),)
         if param.fqn in self._places:
-            buffer, offset = self._places[param.fqn]
+            buffer, offset, length = self._places[param.fqn]
             shape = tuple(buffer.shapes[param.fqn])
             if shape != param.local_shape:
                 raise param.fail(
@@ -128,11 +128,11 @@ class FSDPFlatBuffer:
                     f"{param.grid.count(axes)} ranks",
                     "Give the buffer's axes, or the grid that cut it.",
                 )
-            return (FlatBuffer(shape, axes, offset, buffer.slice_length),)
+            return (FlatBuffer(shape, axes, offset, length),)
         for matches, bounds in self._rules:
             if matches(param.fqn):
                 return (_ranges(param, self._axes or shard, bounds),)
-        return (_megatron(param),)
+        return (megatron_fsdp.storage(param),)
 
 
 def _ranges(
@@ -148,37 +148,6 @@ def _ranges(
         return FlatRanges(param.local_shape, axes, bounds)
     except LayoutError as error:
         raise param.fail(str(error), "Mend the ranges.") from None
-
-
-def _megatron(param: ParamInfo) -> Stage:
-    """Reads a Megatron-FSDP parameter's place in its buffer: any rank's slice follows from it."""
-    live = param.param
-    original = getattr(live, "orig_param", None)
-    model = getattr(live, "_megatron_fsdp_model", None)
-    try:
-        buffers = model.param_and_grad_buffer  # type: ignore[union-attr]
-        group = buffers.parameter_groups[buffers.param_to_param_group[original]]
-        buffer: Any = group.model_weight_buffer or group.main_weight_buffer
-        item = buffer.item_index_map[buffer.param_idx[original]]
-        bucket = buffer.bucket_index
-    except (AttributeError, KeyError, TypeError) as error:
-        raise param.fail(
-            f"it has a megatron_fsdp_slice but no readable buffer ({error!r})",
-            "Pass FSDPFlatBuffer({name: ranges}) for this version of Megatron-FSDP.",
-        ) from None
-    axes = [param.axis("dp_shard", "edp_shard")]
-    outer = param.axis("dp_replicate", "edp_replicate")
-    world = int(buffer.dp_world_size)
-    if world != param.grid.count(axes):
-        axes.append(outer)  # hybrid FSDP: the outer axis counts faster
-    if world != param.grid.count(axes):
-        raise param.fail(
-            f"its buffer is cut into {world} slices but {tuple(axes)} has "
-            f"{param.grid.count(axes)} ranks",
-            "Pass the pg_collection that Megatron-FSDP was given.",
-        )
-    offset = int(item.global_data_index) - int(bucket.global_data_index)
-    return FlatBuffer(param.local_shape, tuple(axes), offset, int(bucket.size) // world)
 
 
 class DTensorStorage:
@@ -207,7 +176,7 @@ class DTensorStorage:
 
     def claims(self, param: ParamInfo) -> bool:
         return any(matches(param.fqn) for matches, _ in self._rules) or (
-            hasattr(param.param, "placements") and not hasattr(param.param, "megatron_fsdp_slice")
+            hasattr(param.param, "placements") and not megatron_fsdp.is_managed(param)
         )
 
     def stages(self, param: ParamInfo) -> tuple[Stage, ...]:

@@ -17,6 +17,7 @@ from .errors import LayoutError
 from .experts import ExpertGrid, ExpertName, expert_name
 from .grid import Grids
 from .layout import Layout
+from .megatron_fsdp import rank_shape
 from .provider import ParamInfo
 from .registry import LayoutRegistry
 from .slab import Shape
@@ -113,8 +114,7 @@ def model_layouts(model: Any, grids: Grids, registry: LayoutRegistry) -> ModelLa
                     f"{fqn}: two parameters have this name once wrappers' tokens "
                     f"({', '.join(sorted(WRAPPERS))}) are stripped. Rename one of the modules."
                 )
-            # Megatron-FSDP keeps the tensor-parallel rank's own parameter as orig_param.
-            shape = tuple(getattr(tensor, "orig_param", tensor).shape)
+            shape = rank_shape(tensor)
             found[fqn] = (shape, tensor, owners, expert_name(fqn, tokens))
     experts = Counter(
         (place.head, place.tail)

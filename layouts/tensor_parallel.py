@@ -14,7 +14,7 @@ class TensorParallel:
 
     | form | reads |
     |---|---|
-    | `TensorParallel()` | the parameter's `_tensor_parallel_mode` (`column` dim 0, `row` dim 1), else `tensor_model_parallel` and `partition_dim` |
+    | `TensorParallel()` | the parameter's `_tensor_parallel_mode` (`column` dim 0, `row` dim 1), the placement that a DTensor had before Megatron-FSDP took it, else `tensor_model_parallel` and `partition_dim` |
     | `TensorParallel({pattern: dim})` | the patterns, and the live marks where none matches |
 
     Experts are sharded over their own axis `etp`. A DTensor whose mesh has the tensor-parallel
@@ -42,6 +42,10 @@ class TensorParallel:
         mode = param.attribute("_tensor_parallel_mode")
         if mode is not None:
             return _MODES.get(mode)
+        original = getattr(param.param, "orig_param", None)
+        for placement in getattr(original, "placements", ()):
+            if not placement.is_replicate():
+                return int(placement.dim)
         if param.attribute("tensor_model_parallel", False):
             partition_dim = int(param.attribute("partition_dim", -1))
             return partition_dim if partition_dim >= 0 else None

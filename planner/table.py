@@ -28,6 +28,7 @@ from shardplan.layouts import (
     model_layouts,
 )
 from shardplan.layouts.layout import digest
+from shardplan.layouts.megatron_fsdp import carried_dist_index, dist_index_grids
 from shardplan.layouts.serial import stage_to_json
 
 from .entries import Names
@@ -188,10 +189,14 @@ def _is_description(model: Mapping[Any, Any]) -> bool:
 
 
 def _grids(module: Any, collection: Any, ep_rank: int | None, ep_size: int | None) -> Grids:
-    """Finds the grids of a module: of its groups, of its DTensors' mesh, or plain replicas."""
+    """Finds the grids of a module: of its groups, its wrapper's or DTensors' mesh, or replicas."""
     if collection is not None:
         return Grids.from_pg_collection(collection, ep_rank=ep_rank, ep_size=ep_size)
     if module is not None and not isinstance(module, Mapping):
+        index = carried_dist_index(module)
+        if index is not None:
+            world = dist.get_world_size()
+            return dist_index_grids(index, world_size=world, ep_rank=ep_rank, ep_size=ep_size)
         grids = grids_from_tensors(module.named_parameters())
         if grids is not None:
             return grids

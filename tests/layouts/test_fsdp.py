@@ -242,7 +242,9 @@ def test_a_live_expert_lies_in_the_buffer_of_its_own_axis():
 
 
 def test_hybrid_fsdp_cuts_the_buffer_along_both_axes_the_outer_one_faster():
-    param = info(grid=dense(dp_replicate=2, dp_shard=2), param=megatron(world=4))
+    live = megatron(world=4)
+    live.megatron_fsdp_slice = slice(0, 2)  # elements 3 and 4 of a slice of 5
+    param = info(grid=dense(dp_replicate=2, dp_shard=2), param=live)
     assert (FlatBuffer((4, 2), ("dp_shard", "dp_replicate"), 3, 5),) == FSDPFlatBuffer().stages(
         param
     )
