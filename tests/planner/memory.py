@@ -1,10 +1,20 @@
 """Storage in memory: DCP's writer and reader without files, so that a matrix of loads is quick."""
 
 import io
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+import world
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -134,3 +144,43 @@ class MemoryReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+# All ranks in one process, in memory --------------------------------------------------------------
+
+
+def save(states: Sequence[dict[str, Any]], planners: Sequence[Any]) -> Memory:
+    """What all ranks together write of their state dicts."""
+    memory = Memory()
+    world.save(Path(), states, planners, lambda path: MemoryWriter(memory))
+    return memory
+
+
+def load(memory: Memory, states: Sequence[dict[str, Any]], planners: Sequence[Any]) -> None:
+    """Fills every rank's state dict in place."""
+    world.load(Path(), states, planners, lambda path: MemoryReader(memory))
+
+
+def stored(**tensors: tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]) -> Memory:
+    """A checkpoint with chunks as given: key → global shape and `(offsets, data)` of each."""
+    memory, entries = Memory(), {}
+    for key, (shape, chunks) in tensors.items():
+        listed = [ChunkStorageMetadata(torch.Size(offsets), data.shape) for offsets, data in chunks]
+        dtype = chunks[0][1].dtype
+        properties = TensorProperties(dtype=dtype)
+        entries[key] = TensorStorageMetadata(properties, torch.Size(shape), listed)
+        memory.data |= {(key, offsets): data for offsets, data in chunks}
+    memory.metadata = Metadata(entries)
+    return memory
+
+
+def boxes(
+    planner: Any, state: dict[str, Any]
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Key, offsets and sizes of every tensor that one rank plans to write."""
+    planner.set_up_planner(state)
+    return [
+        (item.index.fqn, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+        for item in planner.create_local_plan().items
+        if item.tensor_data is not None
+    ]
