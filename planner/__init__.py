@@ -9,6 +9,7 @@ if __name__ != "shardplan.planner":
 from shardplan.layouts import CheckpointError, Grids, LayoutError
 
 from .load import LayoutAwareLoadPlanner
+from .policies import LoadPolicies
 from .report import LoadReport
 from .save import LayoutAwareSavePlanner
 
@@ -18,5 +19,6 @@ __all__ = [
     "LayoutAwareLoadPlanner",
     "LayoutAwareSavePlanner",
     "LayoutError",
+    "LoadPolicies",
     "LoadReport",
 ]

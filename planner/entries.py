@@ -4,6 +4,7 @@
 |---|---|
 | `Place` | what stands around a parameter's name in a key: section, slot |
 | `Names` | finds the parameter that a path speaks of |
+| `reach`, `put` | what lies at a path of a state dict |
 
 The keys are those of stock DCP: path elements joined by dots. `model.layers.0.w` is the parameter
 `layers.0.w` in the section `model`; `optimizer.state.layers.0.w.exp_avg` is its slot `exp_avg`.
@@ -47,6 +48,19 @@ def key_of(path: Path) -> str:
 def stock_path(path: Path) -> Path:
     """Returns a path as stock DCP stores it: positions as integers, all keys as text."""
     return tuple(int(e) if isinstance(e, Index) else str(e) for e in path)
+
+
+def reach(root: Any, path: Path) -> Any:
+    """Returns what lies at a path of a state dict."""
+    for element in path:
+        root = root[int(element) if isinstance(element, Index) else element]
+    return root
+
+
+def put(root: Any, path: Path, value: Any) -> None:
+    """Sets what lies at a path of a state dict."""
+    last = path[-1]
+    reach(root, path[:-1])[int(last) if isinstance(last, Index) else last] = value
 
 
 class Place(NamedTuple):

@@ -26,12 +26,14 @@ from shardplan.layouts import (
     expert_name,
 )
 from shardplan.layouts.fsdp import DTensorStorage, dtensor_cuts
+from shardplan.layouts.model import ModelLayouts
 from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
 
 from .compat import local_tensor
 from .entries import Found, Path, Place, key_of
 from .manifest import OBJECT, SHARD, VALUE, Kind
 from .meshes import MeshGroups
+from .storable import check_storable
 from .table import Chunk, LayoutTable
 
 
@@ -84,6 +86,8 @@ def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdi
     for number, (path, value) in enumerate(values):
         found = table.names.find(path)
         is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor:
+            check_storable(path, value)
         if found is None:
             if is_tensor and isinstance(value, DTensor):
                 lone.append((number, path, value))
@@ -206,7 +210,7 @@ def _place_lone(
     registry = LayoutRegistry([DTensorStorage()])
     for group, members in sorted(groups.items()):
         grid = grids[group]
-        layouts: dict[str, Layout] = {}
+        layouts = ModelLayouts()
         chunk = Chunk(None, Grids(grid, grid), layouts, {})
         checks = _Checks(chunk)
         for number, path, tensor in members:

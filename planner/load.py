@@ -9,7 +9,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -28,12 +28,14 @@ from shardplan.layouts.variants import variants
 
 from .compat import local_tensor
 from .conversion import DTypePolicy, conversion_fault, exact_number
-from .entries import Index, Path, Place, key_of
+from .entries import Path, Place, key_of, put, reach
 from .groups import EqualValues, GroupLoad
 from .holdings import Holding, sort_values
 from .leftover import unexpected_keys
 from .manifest import SHARD
+from .materialize import materialize
 from .optimizer import Forms, Named, by_name, group_members, names_of, optimizer_names
+from .policies import LoadPolicies, PaddingPolicy
 from .reading import Saved
 from .report import LoadReport
 from .snapshot import Snapshot
@@ -87,11 +89,10 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         optimizer: The optimizer of a raw `optimizer.state_dict()`.
         ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
         ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
-        strict: Whether a key that the checkpoint lacks is an error (the default) or is reported.
-            A load that finds no key at all is always an error.
-        dtype: `'exact'`, `'widen'` (the default: conversions that keep every value) or `'cast'`
-            (floats may lose precision). Conversions are in the report.
-        padding: What padding rows of a vocabulary become: `'zero'`, or `'keep'` what they are.
+        policies: What to do where checkpoint and state dict differ; see `LoadPolicies`.
+        strict: True for the policy `missing='error'`, False for `missing='report'`.
+        dtype: The policy `dtype`.
+        padding: The policy `padding`.
         trust_pickle: Whether stored Python objects that are no plain data may be unpickled;
             that can run code from the checkpoint.
 
@@ -114,9 +115,10 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         optimizer: torch.optim.Optimizer | None = None,
         ep_rank: int | None = None,
         ep_size: int | None = None,
-        strict: bool = True,
-        dtype: DTypePolicy = "widen",
-        padding: Literal["zero", "keep"] = "zero",
+        policies: LoadPolicies | None = None,
+        strict: bool | None = None,
+        dtype: DTypePolicy | None = None,
+        padding: PaddingPolicy | None = None,
         trust_pickle: bool = False,
     ) -> None:
         self._table = build_table(
@@ -129,9 +131,9 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             ep_size=ep_size,
         )
         self._ids = optimizer_names(model, optimizer)
-        self._strict = strict
-        self._dtype: DTypePolicy = dtype
-        self._padding = padding
+        missing = None if strict is None else ("error" if strict else "report")
+        given = policies if policies is not None else LoadPolicies()
+        self._policies = given.changed(missing=missing, dtype=dtype, padding=padding)
         self._trust_pickle = trust_pickle
         self.report = LoadReport()
         self._saved: Saved | None = None
@@ -171,6 +173,9 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         with without_gc():
             snapshot = Snapshot(self._root)
             raw = snapshot.take_values()
+            if self._policies.meta != "error":
+                made = materialize(self._root, snapshot.paths, raw, self._policies.meta)
+                self.report.materialized += map(key_of, made)
             named = self._named(snapshot.paths, raw)
             holdings = sort_values(self._table, [(n.path, raw[n.number]) for n in named])
             for held in holdings.held:
@@ -199,13 +204,19 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             holdings.chunks,
             [g.prefix for g in self._groups if isinstance(g, GroupLoad)],
         )
+        if self.report.unexpected and self._policies.unexpected == "error":
+            raise CheckpointError(
+                summary(f"{key}: nothing asks for it" for key in self.report.unexpected)
+                + " Ask for these keys of the checkpoint too, or pass the policy "
+                "unexpected='report'."
+            )
         return QuietLoadPlan(items=self._items)
 
     def _named(self, paths: list[Path], raw: list[Any]) -> list[Named]:
         """Returns the values by parameter name; lists of parameter groups go to `_groups`."""
         assert self._saved is not None  # set_up_planner came before
         for section, members in group_members(paths, raw, self._table, self._ids).items():
-            holder = _at(self._root, section)
+            holder = reach(self._root, section)
             prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
             groups = GroupLoad(section, holder["param_groups"], members, prefix, self._saved)
             self._groups.append(groups)
@@ -279,7 +290,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         return self._converts(key, stored.properties.dtype, dtype)
 
     def _converts(self, key: str, saved: torch.dtype, wanted: torch.dtype) -> bool:
-        fault = conversion_fault(saved, wanted, self._dtype)
+        fault = conversion_fault(saved, wanted, self._policies.dtype)
         if fault is not None:
             self._faults.append(f"{key}: saved as {saved}, wanted as {wanted}: {fault}.")
             return False
@@ -446,10 +457,14 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 f"first is {self.report.missing[0]} ({facts}). Does the state dict have the "
                 f"sections that were saved? The checkpoint has {self._sample()}."
             )
-        if missing and self._strict:
+        if missing and self._policies.missing == "error":
             self._faults += (f"{key}: not in the checkpoint ({facts})" for key in missing)
         if self._faults:
-            hint = " Pass strict=False to load what there is." if missing and self._strict else ""
+            hint = (
+                " Pass strict=False to load what there is."
+                if missing and self._policies.missing == "error"
+                else ""
+            )
             raise CheckpointError(summary(self._faults) + hint)
 
     def _sample(self) -> str:
@@ -491,7 +506,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Takes the stored bytes of a Python value and puts it into the state dict."""
         target = self._target(read_item)
-        loaded = from_bytes(target.key, value, self._trust_pickle)
+        loaded = from_bytes(target.key, value, self._trust_pickle, target.scalar)
         if target.group is not None:
             target.group.receive(target.key, loaded)
         elif isinstance(target.scalar, torch.Tensor):
@@ -558,9 +573,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             self._set(target.path, value)
 
     def _set(self, path: Path, value: Any) -> None:
-        holder = _at(self._root, path[:-1])
-        last = path[-1]
-        holder[int(last) if isinstance(last, Index) else last] = value
+        put(self._root, path, value)
 
     def _done(self) -> None:
         self._left -= 1
@@ -571,7 +584,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         """Completes what needs all reads: padding and parameter groups; lets go of tensors."""
         for key, tensor, boxes in self._pads:
             self.report.padded.append(key)
-            for box in boxes if self._padding == "zero" else ():
+            for box in boxes if self._policies.padding == "zero" else ():
                 shown = view(tensor, box)
                 if shown is None:
                     local = local_tensor(tensor)
@@ -580,8 +593,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 else:
                     shown.zero_()
         for group in self._groups:
-            missing = group.finish(self._strict)
-            if missing and self._strict:
+            missing = group.finish(self._policies.missing == "error")
+            if missing and self._policies.missing == "error":
                 raise CheckpointError(
                     summary(f"{key}: not in the checkpoint" for key in missing)
                     + " Pass strict=False to load what there is."
@@ -598,15 +611,9 @@ class QuietLoadPlan(LoadPlan):
         return LoadPlan, ([], self.storage_data, self.planner_data)
 
 
-def _at(root: Any, path: Path) -> Any:
-    for element in path:
-        root = root[int(element) if isinstance(element, Index) else element]
-    return root
-
-
 def _get(root: Any, path: Path) -> Any:
     try:
-        return _at(root, path)
+        return reach(root, path)
     except (KeyError, IndexError, TypeError):
         return None
 

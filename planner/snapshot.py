@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from .compat import dtensor_spec
 from .entries import Index, Path, is_value
+from .storable import check_storable
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
@@ -30,7 +31,12 @@ class Snapshot:
         self._types = list(map(type, values))
         self._tensors = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
         self._dtensors = [i for i in self._tensors if isinstance(values[i], DTensor)]
-        self._facts = self._read(values)
+        try:
+            self._facts = self._read(values)
+        except RuntimeError:  # a nested tensor has no shape
+            for number in self._tensors:
+                check_storable(self.paths[number], values[number])
+            raise
         self._pinned: list[tuple[int, Any]] = []
         self.first: list[Any] | None = values
 

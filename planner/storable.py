@@ -2,21 +2,22 @@
 
 | name | does |
 |---|---|
-| `storage_fault` | why a tensor can't be stored or filled, None if it can |
-| `is_meta` | whether a tensor has a shape and no data |
+| `check_storable` | refuses a tensor that can't be stored or filled, by its key |
+| `storage_fault` | why it can't |
 
 What is stored is a dense, strided run of elements of one dtype. A tensor whose elements are not
 its own (a wrapper around packed integers and scales), are not all there (sparse) or are of unequal
 shapes (nested) would come back as something else, so it is refused with what to store instead.
 """
 
-from typing import Any
-
 import torch
 from torch.nn import Buffer, Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shardplan.layouts import LayoutError
+
 from .compat import local_tensor
+from .entries import Path, key_of
 
 _PLAIN = frozenset((torch.Tensor, Parameter, Buffer))
 # torch has names for these widths, but neither arithmetic nor a stored form.
@@ -28,23 +29,34 @@ _UNSTORABLE = frozenset(
 )
 
 
-def is_meta(tensor: torch.Tensor) -> bool:
-    """Returns whether what this rank holds of a tensor has a shape and no data."""
-    return local_tensor(tensor).is_meta
+def check_storable(path: Path, tensor: torch.Tensor) -> None:
+    """Checks that a tensor's elements can be stored and filled.
 
-
-def storage_fault(tensor: torch.Tensor) -> str | None:
-    """Returns why a tensor's elements can't be stored or filled, None if they can.
-
-    The sentence names the kind of tensor and what to store instead; the caller names the key.
+    Raises:
+        LayoutError: If they can't; the message names the key, the kind of tensor and what to
+            store instead.
     """
     local = local_tensor(tensor)
+    # One look at what almost every tensor is: planning reads thousands of them.
+    if (
+        type(local) in _PLAIN
+        and local.layout is torch.strided
+        and local.dtype not in _UNSTORABLE
+        and not (local.is_meta or local.is_quantized or local.is_nested)
+    ):
+        return
+    fault = storage_fault(local)
+    if fault is not None:
+        raise LayoutError(f"{key_of(path)}: {fault}.")
+
+
+def storage_fault(local: torch.Tensor) -> str | None:
+    """Returns why the elements of a local tensor can't be stored or filled, None if they can."""
     if type(local) not in _PLAIN and is_traceable_wrapper_subclass(local):
-        inner, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner, _ = local.__tensor_flatten__()
         return (
             f"a {type(local).__name__} wraps other tensors ({', '.join(map(str, inner))}) and has "
-            "no elements of its own. Put those into the state dict, each under a key of its own, "
-            "or give it the hooks __create_chunk_list__ and __create_write_items__"
+            "no elements of its own. Put those into the state dict, each under a key of its own"
         )
     if local.is_nested:
         return "a nested tensor has no one shape. Store its values() and offsets()"
@@ -60,12 +72,9 @@ def storage_fault(tensor: torch.Tensor) -> str | None:
         )
     if local.dtype in _UNSTORABLE:
         return f"torch can't store {local.dtype}. Store view(torch.uint8)"
+    if local.is_meta:
+        return (
+            f"a meta tensor of shape {tuple(local.shape)} has no data. Give it memory with "
+            "to_empty(device=...), or pass policies=LoadPolicies(meta='cpu') to the load planner"
+        )
     return None
-
-
-def overlaps(tensor: Any) -> bool:
-    """Returns whether several elements of a tensor share memory, as after `expand`."""
-    local = local_tensor(tensor)
-    return any(
-        step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)
-    )

@@ -16,9 +16,12 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
 
     Returns:
         A tensor of `box.sizes` that shares memory with `tensor`; None if the tensor's memory is
-        laid out so that no view can show the box (then a contiguous copy must serve).
+        laid out so that no view can show the box, or holds conjugates or negatives of its
+        values (then a contiguous copy must serve).
     """
-    local = local_tensor(tensor).detach()
+    local = _plain(tensor)
+    if local.is_conj() or local.is_neg():
+        return None
     if local.is_contiguous():
         return local.as_strided(box.sizes, box.strides, local.storage_offset() + box.start)
     shape = tuple(local.shape)
@@ -46,13 +49,19 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
 
 def copy_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Returns the elements of a box as a new tensor of its sizes."""
-    flat = local_tensor(tensor).detach().reshape(-1)
+    flat = _plain(tensor).resolve_conj().resolve_neg().reshape(-1)
     return flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start).clone()
 
 
 def write_back(tensor: torch.Tensor, box: Box, data: torch.Tensor) -> None:
     """Writes the elements of a box into a tensor that no view can reach into."""
-    local = local_tensor(tensor).detach()
-    flat = local.contiguous().reshape(-1)
+    local = _plain(tensor)
+    flat = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
     flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start).copy_(data)
     local.copy_(flat.reshape(local.shape))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's local part as torch's own class: a subclass would be pickled by name."""
+    local = local_tensor(tensor).detach()
+    return local if type(local) is torch.Tensor else local.as_subclass(torch.Tensor)
