@@ -57,6 +57,14 @@ def _resized(shape: Shape, dim: int, size: int) -> Shape:
 Part = tuple[str, int]
 
 
+def _check_parts(what: str, parts: Iterable[Part]) -> None:
+    for suffix, size in parts:
+        if size < 0:
+            raise LayoutError(
+                f"{what}: the part {suffix!r} can't have {size} rows. Give sizes of at least 0."
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Concat:
     """Cuts a fused tensor at its parts' borders; each part becomes a tensor of its own.
@@ -70,6 +78,9 @@ class Concat:
     dim: int
     parts: tuple[Part, ...]
     what: str = "components"
+
+    def __post_init__(self) -> None:
+        _check_parts(self.what, self.parts)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -115,6 +126,11 @@ class Interleave:
     groups: int
     parts: tuple[Part, ...]
     what: str = "components"
+
+    def __post_init__(self) -> None:
+        _check_parts(self.what, self.parts)
+        if self.groups < 0:
+            raise LayoutError(f"{self.what}: there can't be {self.groups} groups")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -224,6 +240,10 @@ class Unpad:
 
     dim: int
     size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise LayoutError(f"the true size of dim {self.dim} can't be {self.size}")
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -206,6 +206,28 @@ def test_a_dim_that_is_not_there_is_refused(stage):
         chain(Whole((4, 2)), stage).slabs(ONE)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Concat(0, (("_w", -1), ("_v", 5)), "SwiGLU halves"),
+            "SwiGLU halves: the part '_w' can't have -1 rows. Give sizes of at least 0.",
+        ),
+        (
+            lambda: Interleave(0, 2, (("_w", 3), ("_v", -1))),
+            "components: the part '_v' can't have -1 rows. Give sizes of at least 0.",
+        ),
+        (lambda: Interleave(0, -1, (("_w", 3),)), "components: there can't be -1 groups"),
+        (lambda: Unpad(0, -1), "the true size of dim 0 can't be -1"),
+    ],
+)
+def test_negative_sizes_are_refused(make, message):
+    """-1 and 5 rows add up to 4, and would be cut beside the tensor."""
+    with pytest.raises(LayoutError) as error:
+        make()
+    assert message == str(error.value)
+
+
 def test_a_negative_dim_is_refused():
     with pytest.raises(LayoutError, match="dim -1 of a tensor"):
         chain(Whole((4, 2)), Shard(-1, "tp")).slabs(ONE)
