@@ -74,8 +74,13 @@ class ParamInfo:
         return "expert" if self.is_expert else "dense"
 
     def axis(self, dense: str, expert: str) -> str:
-        """Returns the axis that plays a role in the parameter's own grid."""
-        return expert if self.is_expert else dense
+        """Returns the axis that plays a role in the parameter's own grid.
+
+        An expert on a grid without axes of its own (`Grids.from_mesh` with one mesh) lies on the
+        dense ones.
+        """
+        own = self.is_expert and (expert in self.grid.axes or dense not in self.grid.axes)
+        return expert if own else dense
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Returns an attribute of the live parameter, or of the one it was before wrapping.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardplan.layouts import (
+    Grid,
     Grids,
     LayoutError,
     LayoutRegistry,
@@ -93,6 +94,15 @@ def test_offsets_of_both_ranks(dim, right):
     assert (() if dim is not None else ("tp",)) == tuple(
         axis for axis in layout.replica_axes(param.grid) if axis == "tp"
     )
+
+
+def test_experts_on_the_only_mesh_there_is_are_sharded_over_its_tensor_parallel_axis():
+    """Grids.from_mesh with one mesh: the grid of the experts has no axis etp."""
+    grid = Grid(("dp_shard", "tp"), (2, 2), (0, 1))
+    param = ParamInfo("experts.0.w", (4, 2), grid, True)
+    layout = LayoutRegistry([TensorParallel({"*": 0})]).layout(param)
+    (slab,) = layout.slabs(grid)
+    assert ((8, 2), (4, 0)) == (slab.global_shape, slab.offsets)
 
 
 @pytest.mark.parametrize("dim", [2, 5])
