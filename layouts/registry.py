@@ -37,6 +37,11 @@ class LayoutRegistry:
                     f"{provider!r} is no layout provider. Pass an instance with name, level, "
                     "claims(param) and stages(param)."
                 )
+            if provider.level not in list(Level):
+                raise LayoutError(
+                    f"the layout provider {provider.name!r} has the level {provider.level!r}, which "
+                    f"is none of {', '.join(level.name for level in Level)}. It would never be asked."
+                )
             if provider.name in seen:
                 raise LayoutError(
                     f"two layout providers have the name {provider.name!r}: "

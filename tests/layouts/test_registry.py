@@ -11,6 +11,7 @@ from shardplan.layouts import (
     Concat,
     ExpertGrid,
     Fuse,
+    Grid,
     Grids,
     LayoutError,
     LayoutProvider,
@@ -141,6 +142,18 @@ def test_what_is_no_provider_is_refused(thing):
     )
 
 
+@pytest.mark.parametrize("level", [7, -1, "NAME", None])
+def test_a_level_that_is_none_is_refused(level):
+    """A provider of such a level would never be asked, and its parameters saved as if whole."""
+    with pytest.raises(LayoutError) as error:
+        LayoutRegistry([Provider("mine", level)])
+    assert str(error.value) == (
+        f"the layout provider 'mine' has the level {level!r}, which is none of STORAGE, COMPONENT, "
+        "PARALLEL, PADDING, EXPERT, NAME. It would never be asked."
+    )
+    LayoutRegistry([Provider("mine", 4)])
+
+
 def test_a_registry_takes_any_iterable_and_keeps_the_order():
     providers = [SwiGLU(), GDN()]
     assert tuple(providers) == LayoutRegistry(iter(providers)).providers
@@ -214,6 +227,21 @@ def test_the_nearest_owner_answers_first():
     assert ("m", 3) == param.nearest("a")
     assert ("", 2) == param.nearest("b")
     assert ("", None) == param.nearest("c")
+
+
+@pytest.mark.parametrize(
+    ("axes", "is_expert", "axis"),
+    [
+        (("dp_shard", "tp"), False, "tp"),
+        (("edp_shard", "ep", "etp"), True, "etp"),
+        (("edp_shard", "ep"), True, "etp"),
+        # One mesh for all parameters: experts lie on it too.
+        (("dp_shard", "tp"), True, "tp"),
+    ],
+)
+def test_an_axis_of_a_role_in_the_parameters_own_grid(axes, is_expert, axis):
+    param = ParamInfo("w", (2,), Grid(axes, (1,) * len(axes), (0,) * len(axes)), is_expert)
+    assert axis == param.axis("tp", "etp")
 
 
 def test_an_attribute_may_stand_on_the_parameter_before_wrapping():
