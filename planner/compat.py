@@ -103,3 +103,8 @@ def storage_info() -> type:
 def memory_format_of(number: int) -> Any:
     """Returns DCP's encoding of a memory format by its number."""
     return _MEM_FORMAT_ENCODING(number)
+
+
+def untyped_tensor() -> tuple[Any, Any]:
+    """Returns what torch pickles a tensor of any dtype as: its rebuild function and storage type."""
+    return torch._utils._rebuild_tensor_v3, torch.storage.UntypedStorage

@@ -54,9 +54,11 @@ class Checkpoint(ABC):
 
     Attributes:
         format: Name of the format: `dcp`, `torch`, `safetensors`, `shardplan`.
+        has_checksums: Whether stored bytes can be told from damaged ones.
     """
 
     format: ClassVar[str]
+    has_checksums: ClassVar[bool] = True
 
     def __init__(self, path: Path, files: Files, metadata: Metadata) -> None:
         self.path = path
@@ -208,7 +210,11 @@ class Checkpoint(ABC):
 
     def load_object(self, key: str, trust_pickle: bool = False) -> Any:
         """Returns a value that is no tensor; plain data only, unless pickles are trusted."""
-        return from_bytes(key, io.BytesIO(self.object_bytes(key)), trust_pickle)
+        try:
+            return from_bytes(key, io.BytesIO(self.object_bytes(key)), trust_pickle)
+        except CheckpointError as error:
+            advice = "trust_pickle=True to the load planner"
+            raise CheckpointError(str(error).replace(advice, "--trust-pickle")) from error
 
     def faults(
         self, *, checksums: bool = True, advance: Callable[[int], None] = lambda n: None

@@ -81,6 +81,7 @@ class SafetensorsFiles(Checkpoint):
     """
 
     format = "safetensors"
+    has_checksums = False
 
     def __init__(self, path: Path) -> None:
         files = Files(path if path.is_dir() else path.parent)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardplan.layouts import CheckpointError
 
+from ..entries import Index
 from .arrays import Array
 from .files import Files
 from .opened import Checkpoint, Fault
@@ -41,6 +42,10 @@ class StockCheckpoint(Checkpoint):
         super().__init__(path, Files(path), metadata)
         self._places: dict[MetadataIndex, Any] = metadata.storage_data
         self._arrays: dict[tuple[str, torch.Size], Array | None] = {}
+
+    def state_path(self, key: str) -> tuple[Any, ...]:
+        path = super().state_path(key)
+        return tuple(Index(e) if isinstance(e, int) else e for e in path)
 
     def _place(self, key: str, offsets: torch.Size | None) -> Any:
         place = self._places.get(MetadataIndex(key, offsets))
