@@ -65,10 +65,10 @@ def local_plans(results: Results, counts: list[int], rounds: int) -> None:
     for count in counts:
         net = model(count, mesh)
         state = {"model": net.state_dict()}
-        made: list[LayoutAwareSavePlanner] = []
+        made: list[LayoutAwareSavePlanner] = []  # the calls below run before the next round
 
         def read() -> None:
-            made[:] = [LayoutAwareSavePlanner(net)]  # noqa: B023 - called at once
+            made[:] = [LayoutAwareSavePlanner(net)]  # noqa: B023
 
         def plan() -> None:
             made[0].set_up_planner(state)  # noqa: B023

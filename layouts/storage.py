@@ -220,18 +220,17 @@ class Cut:
             start = sum(self.sizes[:index])
             return _positions(held, start, start + self.sizes[index])
         kept: list[Interval] = []
-        for start, stop in _chunks(length, self.split_factor):
-            pieces = _chunks(stop - start, count)
-            if index < len(pieces):
-                first, last = pieces[index]
-                kept += _positions(held, start + first, start + last)
+        for piece in range(self.split_factor):
+            start, stop = _chunk(length, self.split_factor, piece)
+            first, last = _chunk(stop - start, count, index)
+            kept += _positions(held, start + first, start + last)
         return kept
 
 
-def _chunks(length: int, count: int) -> list[Interval]:
-    """Returns the ranges that `torch.chunk` cuts; the missing last ones are left out."""
+def _chunk(length: int, count: int, index: int) -> Interval:
+    """Returns the range of one of the pieces that `torch.chunk` cuts; the last may be empty."""
     each = -(-length // count)
-    return [(i, min(i + each, length)) for i in range(0, length, each)] if each else []
+    return min(index * each, length), min((index + 1) * each, length)
 
 
 def _positions(held: list[Interval], start: int, stop: int) -> list[Interval]:
