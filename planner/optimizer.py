@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.layouts import CheckpointError, Grid, Layout
+from shardplan.layouts import CheckpointError, Concat, Grid, Interleave, Layout
 from shardplan.layouts.model import clean_name
 from shardplan.layouts.variants import variants
 
@@ -30,7 +30,7 @@ _GROUPS = "param_groups"
 _MEMBERS = ("params", "param_names")
 
 # The names that one parameter has on disk, for each form in which it may have been saved: its own
-# first, then as one of stacked experts, or one name for each of them.
+# first, then as one of stacked experts, or one name for each of them, or for each component.
 Forms = tuple[tuple[str, ...], ...]
 
 
@@ -230,8 +230,23 @@ def value_forms(table: LayoutTable, section: Path, fqn: str) -> Forms:
 
 
 def names_of(layout: Layout, grid: Grid) -> Forms:
-    """Returns the names on disk of a layout's scalars, for each form it may have there."""
-    return tuple(dict.fromkeys(value_names(form, grid) for form in variants(layout, grid)))
+    """Returns the names on disk of a layout's scalars, for each form it may have there.
+
+    Megatron-LM stores a scalar with each component: `linear_fc1.weight_w.step` and `….weight_v.step`.
+    """
+    forms = [value_names(form, grid) for form in variants(layout, grid)]
+    parts = components(layout)
+    if parts:
+        forms += [tuple(name + part for name in names for part in parts) for names in forms]
+    return tuple(dict.fromkeys(forms))
+
+
+def components(layout: Layout) -> tuple[str, ...]:
+    """Returns the suffixes of the components that a layout cuts its tensor into, if it does."""
+    for stage in layout.stages:
+        if isinstance(stage, Concat | Interleave):
+            return tuple(suffix for suffix, _ in stage.parts)
+    return ()
 
 
 def _chunks(table: LayoutTable, section: Path) -> list[Chunk]:
