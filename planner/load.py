@@ -272,9 +272,11 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 f"{shape} ({grids.facts()}). Load it into a value of the kind that was saved."
             )
             return False
+        assert self._saved is not None  # set_up_planner came before
         size = tuple(stored.size)
+        padded = padding if key not in self._saved.unpadded else ()
         same = len(size) == len(shape) and all(
-            a == b or (d in padding and a > b)
+            a == b or (d in padded and a > b)
             for d, (a, b) in enumerate(zip(size, shape, strict=True))
         )
         if not same:

@@ -6,6 +6,8 @@
 | `Extra` | a value that belongs to no parameter |
 | `StageManifest` | layouts, groups and extras of one pipeline stage |
 | `stage_metadata` | DCP's metadata for a stage: every chunk of every rank, from layouts alone |
+| `unpadded_keys` | the tensors whose padding stays out of the checkpoint |
+| `value_names`, `all_value_names` | the names of a parameter's scalars on disk |
 """
 
 import math
@@ -26,7 +28,7 @@ from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Box, Frame
-from shardplan.layouts.stages import Stage
+from shardplan.layouts.stages import Stage, Unpad
 from shardplan.layouts.storage import Whole
 
 from .entries import Path, Place, key_of
@@ -232,6 +234,18 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
     for extra in manifest.extras:
         found = None if extra.dtype is None else TensorProperties(dtype=extra.dtype)
         yield extra.key, extra.path, _whole(found, extra.shape), extra.key
+
+
+def unpadded_keys(manifest: StageManifest) -> Iterator[str]:
+    """Yields the keys of tensors whose padding stays out of the checkpoint."""
+    for kind, members in manifest.groups.items():
+        layouts = manifest.layouts(kind) if kind.role == SHARD else ()
+        for index in members if layouts else ():
+            layout = layouts[index]
+            if any(type(stage) is Unpad for stage in layout.stages):
+                grid = manifest.chunks[kind.chunk].grids.of(layout.family)
+                for frame in evaluate(layout.stages, grid, layout.fqn):
+                    yield kind.place.key(layout.key(frame))
 
 
 def value_names(layout: Layout, grid: Grid) -> tuple[str, ...]:

@@ -26,6 +26,10 @@ from shardplan.layouts.slab import Shape
 
 Stored = TensorStorageMetadata | BytesStorageMetadata
 
+# Where a checkpoint's planner data lists the tensors that were saved without their padding: their
+# sizes are true ones, while any other tensor of a padded parameter may be padded on disk.
+UNPADDED = "shardplan.unpadded"
+
 
 class Meeting(NamedTuple):
     """The part of a saved chunk that lies in a requested box.
@@ -48,12 +52,19 @@ class Meeting(NamedTuple):
 class Saved:
     """A checkpoint's metadata with the look-ups that a load needs.
 
+    Attributes:
+        stored: What is stored under each key.
+        unpadded: Keys of tensors that were saved without their padding.
+
     Args:
         metadata: The metadata that the storage reader read.
     """
 
     def __init__(self, metadata: Metadata) -> None:
         self.stored: dict[str, Stored] = metadata.state_dict_metadata
+        paths = metadata.planner_data
+        listed = paths.get(UNPADDED, ()) if isinstance(paths, dict) else ()
+        self.unpadded: frozenset[str] = frozenset(listed)
         self._clean: dict[str, str] | None = None
         self._indexes: dict[int, _ChunkIndex] = {}
 

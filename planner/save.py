@@ -19,8 +19,9 @@ from shardplan.layouts import CheckpointError, Grids, Layout, LayoutProvider
 from .agreement import PlanMessage, PlanReply, compare, first_difference
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key
 from .entries import Path, stock_path
-from .manifest import StageManifest, Stored, stage_metadata
+from .manifest import StageManifest, Stored, stage_metadata, unpadded_keys
 from .optimizer import Named, by_name, optimizer_names
+from .reading import UNPADDED
 from .snapshot import Snapshot
 from .table import build_table
 from .values import to_bytes
@@ -280,7 +281,8 @@ def checkpoint_metadata(stages: Iterable[StageManifest]) -> Metadata:
     stored: dict[str, Stored] = {}
     paths: dict[str, Path] = {}
     origins: dict[str, tuple[int, str]] = {}
-    for number, stage in enumerate(stages):
+    listed = list(stages)
+    for number, stage in enumerate(listed):
         for key, path, entry, origin in stage_metadata(stage):
             if key in stored:
                 where, other = origins[key]
@@ -292,6 +294,9 @@ def checkpoint_metadata(stages: Iterable[StageManifest]) -> Metadata:
             stored[key] = entry
             paths[key] = stock_path(path)
             origins[key] = (number, origin)
+    unpadded = tuple(dict.fromkeys(key for stage in listed for key in unpadded_keys(stage)))
+    if unpadded:
+        paths[UNPADDED] = unpadded  # no key of a value, so nothing else looks it up
     return Metadata(stored, planner_data=paths)
 
 
