@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -158,9 +159,11 @@ def _do(run: Run, folder: Path, progress: Progress, task: TaskID, spoil: bool) -
     started = time.perf_counter()
     log = folder / f"{run.name}.log"
     try:
-        for event in run_job(sizes.world_size, arguments, log, TIMEOUT_SECONDS):
-            outcome.take(event)
-            progress.advance(task, event["event"] == "step")
+        # Closed at once, however this ends: the ranks write into the folder that main removes.
+        with closing(run_job(sizes.world_size, arguments, log, TIMEOUT_SECONDS)) as events:
+            for event in events:
+                outcome.take(event)
+                progress.advance(task, event["event"] == "step")
     except JobFailed as error:
         outcome.error = str(error)
     outcome.seconds = time.perf_counter() - started

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class JobFailed(Exception):
 
 def run_job(
     processes: int, arguments: list[str], log: Path, timeout: float
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Runs the job, yielding its events as they come.
 
     Args:
@@ -50,7 +50,12 @@ def run_job(
             start_new_session=True,
         )
         expired = threading.Event()
-        timer = threading.Timer(timeout, lambda: (expired.set(), _signal(process, signal.SIGTERM)))
+
+        def expire() -> None:
+            expired.set()
+            _signal(process, signal.SIGTERM)
+
+        timer = threading.Timer(timeout, expire)
         timer.daemon = True
         timer.start()
         try:
