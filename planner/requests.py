@@ -1,0 +1,322 @@
+"""What a rank asks a checkpoint for: read items, and every fault found while planning them.
+
+| name | is |
+|---|---|
+| `Requests` | the read items of one load, their targets, and what does not fit |
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from shardplan.layouts import CheckpointError, Grids, Layout, Unpad
+from shardplan.layouts.errors import summary
+from shardplan.layouts.layout import evaluate
+from shardplan.layouts.slab import Box, contiguous_strides
+from shardplan.layouts.variants import variants
+
+from .compat import local_tensor
+from .conversion import conversion_fault
+from .delivery import Delivery, Target
+from .entries import Path, Place
+from .groups import EqualValues, GroupLoad
+from .holdings import Holding
+from .optimizer import Forms
+from .policies import LoadPolicies
+from .reading import Saved
+from .report import LoadReport
+
+
+class Requests:
+    """The read items of one rank's load.
+
+    Args:
+        saved: The checkpoint.
+        grids: The rank's grids, for errors.
+        policies: What may be missing, converted, padded.
+        report: Where all of that is written down.
+        delivery: Takes values that were read apart.
+
+    Attributes:
+        items: The read items; the number in an item's `dest_index` is that of its target.
+        targets: Where what is read goes.
+        groups: Parameter groups and scalars that are put together once all is read.
+        pads: Key, tensor and boxes of padding, which nothing on disk fills.
+        faults: What does not fit.
+    """
+
+    def __init__(
+        self,
+        saved: Saved,
+        grids: Grids,
+        policies: LoadPolicies,
+        report: LoadReport,
+        delivery: Delivery,
+    ) -> None:
+        self._saved = saved
+        self._grids = grids
+        self._policies = policies
+        self._report = report
+        self._delivery = delivery
+        self.items: list[ReadItem] = []
+        self.targets: list[Target] = []
+        self.groups: list[GroupLoad | EqualValues] = []
+        self.pads: list[tuple[str, torch.Tensor, list[Box]]] = []
+        self.faults: list[str] = []
+
+    def shard(self, held: Holding, tensor: torch.Tensor, grids: Grids) -> None:
+        """Plans the reads that fill what a rank holds of a parameter."""
+        saved = self._saved
+        assert held.kind.dtype is not None  # shards are tensors
+        grid = grids.of(held.layout.family)
+        for layout in variants(held.layout, grid):
+            frames = evaluate(layout.stages, grid, layout.fqn)
+            keys = [held.kind.place.key(layout.key(frame)) for frame in frames]
+            found = [saved.key(key) for key in keys]
+            if any(found):
+                break
+        else:
+            layout = held.layout
+            frames = evaluate(layout.stages, grid, layout.fqn)
+            keys = [held.kind.place.key(layout.key(frame)) for frame in frames]
+            found = [None] * len(keys)
+        padding = {s.dim for s in layout.stages if isinstance(s, Unpad)}
+        for frame, key, name in zip(frames, keys, found, strict=True):
+            if name is None:
+                self._report.missing.append(key)
+                continue
+            stored = saved.stored[name]
+            if not self._fits(name, stored, frame.shape, held.kind.dtype, padding, grids):
+                continue
+            self._report.loaded.append(name)
+            for box in frame.boxes:
+                self._read_box(name, tensor, box, grids)
+        if padding and not any(name is None for name in found):
+            self._pad(keys[0], layout, tensor, [b for f in frames for b in f.boxes], grids)
+
+    def _fits(
+        self,
+        key: str,
+        stored: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        padding: set[int],
+        grids: Grids,
+    ) -> bool:
+        """Checks a stored tensor's kind, shape and dtype; what does not fit is a fault."""
+        if isinstance(stored, BytesStorageMetadata):
+            self.faults.append(
+                f"{key}: the checkpoint holds a Python value, the state dict a tensor of shape "
+                f"{shape} ({grids.facts()}). Load it into a value of the kind that was saved."
+            )
+            return False
+        size = tuple(stored.size)
+        padded = padding if key not in self._saved.unpadded else ()
+        same = len(size) == len(shape) and all(
+            a == b or (d in padded and a > b)
+            for d, (a, b) in enumerate(zip(size, shape, strict=True))
+        )
+        if not same:
+            hint = "Is it another model"
+            hint += ", or a padded vocabulary? Then pass VocabularyPadding({name: true size})."
+            if padding:
+                hint = "The true sizes of the vocabulary differ."
+            self.faults.append(
+                f"{key}: the checkpoint has shape {size}, this model needs {shape} "
+                f"({grids.facts()}). {hint}"
+            )
+            return False
+        return self._converts(key, stored.properties.dtype, dtype)
+
+    def _converts(self, key: str, saved: torch.dtype, wanted: torch.dtype) -> bool:
+        fault = conversion_fault(saved, wanted, self._policies.dtype)
+        if fault is not None:
+            self.faults.append(f"{key}: saved as {saved}, wanted as {wanted}: {fault}.")
+            return False
+        if saved != wanted:
+            self._report.converted[key] = (str(saved), str(wanted))
+        return True
+
+    def _read_box(self, key: str, tensor: torch.Tensor, box: Box, grids: Grids) -> None:
+        meetings, faults = self._saved.meetings(key, box.offsets, box.sizes)
+        if faults:
+            self.faults += (
+                f"{key}: {fault.replace('is covered by no chunk', 'not covered by the checkpoint')}"
+                f" ({grids.facts()}). The checkpoint is incomplete, or holds one rank's part only."
+                for fault in faults
+            )
+            return
+        number = len(self.targets)
+        self.targets.append(Target(key, (), tensor, box))
+        dest = MetadataIndex(key, box.offsets, number)
+        for meeting in meetings:
+            self.items.append(
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    dest,
+                    torch.Size(meeting.dest_offsets),
+                    MetadataIndex(key, meeting.chunk_offsets, meeting.chunk),
+                    torch.Size(meeting.storage_offsets),
+                    torch.Size(meeting.sizes),
+                )
+            )
+
+    def _pad(
+        self, key: str, layout: Layout, tensor: torch.Tensor, kept: list[Box], grids: Grids
+    ) -> None:
+        """Remembers the rows that padding leaves without a value on disk."""
+        stages = tuple(s for s in layout.stages if not isinstance(s, Unpad))
+        whole = evaluate(stages, grids.of(layout.family), layout.fqn)
+        sizes = {s.dim: s.size for s in layout.stages if isinstance(s, Unpad)}
+        pads = []
+        for box in (b for frame in whole for b in frame.boxes):
+            for dim, size in sizes.items():
+                part = box.narrow(dim, size, box.offsets[dim] + box.sizes[dim])
+                if part is not None:
+                    pads.append(part)
+        if pads:
+            self.pads.append((key, tensor, pads))
+
+    def scalar(self, place: Place, forms: Forms, path: Path, value: Any) -> None:
+        """Plans the read of a parameter's scalar, under the names that the checkpoint has."""
+        saved = self._saved
+        written = [[place.key(name) for name in names] for names in forms]
+        keys = next((f for f in written if all(saved.key(k) for k in f)), written[0])
+        if len(keys) == 1 or not all(saved.key(key) for key in keys):
+            for key in keys:
+                self.value(key, path, value)
+            return
+        target = Target(keys[0], path, None, scalar=value)
+        one = EqualValues(lambda found: self._delivery.settle(target, found))
+        self.groups.append(one)
+        for key in keys:
+            self.group_value(one, saved.key(key) or key)
+
+    def value(self, key: str, path: Path, value: Any) -> None:
+        """Plans the read of a value that every rank loads whole."""
+        saved = self._saved
+        name = saved.key(key)
+        if name is None:
+            # An empty container that the checkpoint lacks asks for nothing.
+            if not (isinstance(value, Mapping | list) and not value):
+                self._report.missing.append(key)
+            return
+        stored = saved.stored[name]
+        if isinstance(stored, BytesStorageMetadata):
+            tensor = value if isinstance(value, torch.Tensor) else None
+            if tensor is not None and local_tensor(tensor).numel() != 1 and not _is_blob(path):
+                self.faults.append(
+                    f"{name}: the checkpoint holds a Python value, the state dict a tensor of "
+                    f"shape {tuple(tensor.shape)}. Load it into a value of the kind that was saved."
+                )
+                return
+            self._request(Target(name, path, None, scalar=value), None)
+            return
+        target = self._value_target(name, path, value, stored)
+        if target is not None:
+            self._request(target, stored)
+
+    def _value_target(
+        self, key: str, path: Path, value: Any, stored: TensorStorageMetadata
+    ) -> Target | None:
+        """Returns where a whole stored tensor goes: into a tensor, a number, or a new tensor."""
+        size, dtype = tuple(stored.size), stored.properties.dtype
+        box = Box((0,) * len(size), size, 0, contiguous_strides(size))
+        if isinstance(value, torch.Tensor):
+            local = local_tensor(value)
+            one = local.numel() == 1 and math.prod(size) == 1
+            if tuple(local.shape) == size and dtype == local.dtype:
+                return Target(key, path, value, box)
+            if one:
+                return Target(
+                    key, path, torch.empty(size, dtype=dtype), box, scalar=value, as_number=True
+                )
+            if _is_blob(path):
+                self._report.replaced.append(key)
+                return Target(key, path, torch.empty(size, dtype=dtype), box, scalar=value)
+            if tuple(local.shape) != size:
+                self.faults.append(
+                    f"{key}: the checkpoint has shape {size}, the state dict {tuple(local.shape)}, "
+                    "and no layout explains it. Pass the model, or a tensor of the saved shape."
+                )
+                return None
+            return (
+                Target(key, path, value, box) if self._converts(key, dtype, local.dtype) else None
+            )
+        if value is None:
+            return Target(key, path, torch.empty(size, dtype=dtype), box)
+        if math.prod(size) == 1 and isinstance(value, int | float | bool):
+            return Target(
+                key, path, torch.empty(size, dtype=dtype), box, scalar=value, as_number=True
+            )
+        self.faults.append(
+            f"{key}: the checkpoint holds a tensor of shape {size}, the state dict a "
+            f"{type(value).__name__}. Load it into a value of the kind that was saved."
+        )
+        return None
+
+    def group_value(self, group: GroupLoad | EqualValues, key: str) -> None:
+        stored = self._saved.stored[key]
+        if isinstance(stored, BytesStorageMetadata):
+            self._request(Target(key, (), None, group=group), None)
+            return
+        size = tuple(stored.size)
+        box = Box((0,) * len(size), size, 0, contiguous_strides(size))
+        tensor = torch.empty(size, dtype=stored.properties.dtype)
+        self._request(Target(key, (), tensor, box, group=group), stored)
+
+    def _request(self, target: Target, stored: TensorStorageMetadata | None) -> None:
+        """Adds the read items of a target that is loaded whole."""
+        self._report.loaded.append(target.key)
+        if stored is not None and target.tensor is not None and target.box is not None:
+            before = len(self.items)
+            self._read_box(target.key, target.tensor, target.box, self._grids)
+            if len(self.targets) and self.targets[-1].key == target.key:
+                self.targets[-1] = target
+            if len(self.items) == before and not math.prod(target.box.sizes):
+                self._delivery.deliver(target, target.tensor)
+            return
+        zero = torch.Size((0,))
+        dest = MetadataIndex(target.key, None, len(self.targets))
+        self.targets.append(target)
+        self.items.append(
+            ReadItem(LoadItemType.BYTE_IO, dest, zero, MetadataIndex(target.key), zero, zero)
+        )
+
+    def check(self) -> None:
+        """Raises what planning found, all at once, before anything is read."""
+        tolerated = [key for key in self._report.missing if _is_blob((key,))]
+        missing = [key for key in self._report.missing if not _is_blob((key,))]
+        facts = self._grids.facts()
+        if (missing or tolerated) and not self._report.loaded:
+            raise CheckpointError(
+                f"none of the {len(self._report.missing)} requested keys is in the checkpoint; the "
+                f"first is {self._report.missing[0]} ({facts}). Does the state dict have the "
+                f"sections that were saved? The checkpoint has {self._sample()}."
+            )
+        if missing and self._policies.missing == "error":
+            self.faults += (f"{key}: not in the checkpoint ({facts})" for key in missing)
+        if self.faults:
+            hint = (
+                " Pass strict=False to load what there is."
+                if missing and self._policies.missing == "error"
+                else ""
+            )
+            raise CheckpointError(summary(self.faults) + hint)
+
+    def _sample(self) -> str:
+        keys = list(self._saved.stored)
+        return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+def _is_blob(path: Path) -> bool:
+    """Whether a value is an opaque blob of any size: a module's `_extra_state`."""
+    return str(path[-1]).rpartition(".")[2] == "_extra_state"
