@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `slab`, `storage`, `stages`, `layout` | the algebra: boxes, the stages that move them, their chain |
+| `slab`, `storage`, `stages`, `join`, `layout` | the algebra: boxes, the stages that move them, their chain |
 | `coverage`, `serial` | the proof that every element is covered once; layouts as plain data |
 | `grid` | mesh axes and a rank's coordinate, from groups, meshes or integers |
 | `provider`, `registry`, `model` | who knows how a parameter is laid out, and how they are asked |
@@ -26,6 +26,7 @@ from .experts import ExpertGrid, expert_name
 from .fsdp import BufferDescription, DTensorStorage, FSDPFlatBuffer
 from .gdn import GDN
 from .grid import Grid, Grids, ep_rank_and_size
+from .join import Join
 from .layout import EXPERT, Layout, replicated
 from .model import ModelLayouts, carried_pg_collection, clean_name, model_layouts
 from .pipeline import PipelineLayers
@@ -79,6 +80,7 @@ __all__ = [
     "Grid",
     "Grids",
     "Interleave",
+    "Join",
     "Layout",
     "LayoutError",
     "LayoutProvider",

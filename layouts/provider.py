@@ -35,6 +35,7 @@ class Level(IntEnum):
     | PADDING | padded → true sizes | vocabulary |
     | EXPERT | local → global expert | expert-parallel grid |
     | NAME | local → global name | pipeline layer numbers |
+    | FORMAT | global → another project's tensors | Hugging Face names and shapes |
     """
 
     STORAGE = 0
@@ -43,6 +44,7 @@ class Level(IntEnum):
     PADDING = 3
     EXPERT = 4
     NAME = 5
+    FORMAT = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from .errors import LayoutError
+from .join import Join
 from .stages import Concat, ExpertIndex, Fuse, Interleave, Permute, Shard, Stack, Unpad, Unstack
 from .storage import Cut, Cuts, FlatBuffer, FlatRanges, Whole
 
@@ -23,6 +24,7 @@ STAGES: dict[str, type[Any]] = {
         ExpertIndex,
         Unstack,
         Stack,
+        Join,
     )
 }
 
