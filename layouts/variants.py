@@ -40,7 +40,8 @@ def _joined(layout: Layout) -> Layout | None:
     for at, stage in enumerate(stages):
         if isinstance(stage, Concat | Interleave):
             last = at + 1
-            if last < len(stages) and isinstance(stages[last], Shard):
+            after = stages[last] if last < len(stages) else None
+            if isinstance(after, Shard) and after.axis != "ep":
                 last += 1
             joined: tuple[Stage, ...] = (*stages[:last], Fuse(stage.dim), *stages[last:])
             return dataclasses.replace(layout, stages=joined)
