@@ -1,0 +1,229 @@
+"""One call to save and one to load, for a Megatron training loop.
+
+| name | does |
+|---|---|
+| `save_checkpoint` | saves model, optimizer and what else a loop keeps |
+| `load_checkpoint` | loads them into any parallel configuration |
+| `Loaded` | what a load found |
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shardplan.layouts import Grids, LayoutProvider
+
+from ..load import LayoutAwareLoadPlanner
+from ..report import LoadReport
+from ..save import LayoutAwareSavePlanner
+from .keys import FsdpDtensorSavePlanner
+from .shards import ddp_shards
+from .state import finish_load, initialize_state, model_state, optimizer_state
+
+# Fields of Megatron's arguments that differ from rank to rank.
+_OF_ONE_RANK = ("rank", "local_rank")
+
+
+def save_checkpoint(
+    model: Any,
+    optimizer: Any,
+    path: str | PathLike[str],
+    *,
+    opt_param_scheduler: Any = None,
+    iteration: int | None = None,
+    args: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keys: Literal["fsdp_dtensor", "plain"] = "fsdp_dtensor",
+    extra_state: bool = False,
+    pg_collection: Any = None,
+    grid: Grids | None = None,
+    layouts: Iterable[LayoutProvider] | None = None,
+    storage_writer: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Metadata:
+    """Saves a Megatron model and its optimizer; every rank of the model calls it.
+
+    It stands for these lines of Megatron-LM's `save_checkpoint`, which send a message for each
+    tensor and each axis that it is sharded over:
+
+        optim_sd_kwargs = dict(metadata=_build_sharded_state_dict_metadata(args))
+        state_dict = generate_state_dict(args, model, optimizer, opt_param_scheduler, rng_state,
+                                         iteration=iteration, optim_sd_kwargs=optim_sd_kwargs)
+        state_dict = preprocess_fsdp_dtensor_state_dict(args, state_dict, model[0])
+        fs_storage_writer = torch.distributed.checkpoint.FileSystemWriter(checkpoint_name)
+        torch.distributed.checkpoint.save(state_dict=state_dict, storage_writer=fs_storage_writer)
+
+    and in their place stands
+
+        save_checkpoint(model, optimizer, checkpoint_name, iteration=iteration, args=args,
+                        opt_param_scheduler=opt_param_scheduler, extra={"rng_state": rng_state})
+
+    Args:
+        model: The model, or the list of its virtual pipeline chunks.
+        optimizer: Its optimizer, or None.
+        path: Folder of the checkpoint.
+        opt_param_scheduler: The learning rate's scheduler; its `state_dict()` is saved.
+        iteration: Number of the iteration.
+        args: Megatron's arguments. Its fields of one rank (`rank`, `local_rank`) are left out.
+        extra: Further sections of the state dict. A value must be equal on all ranks, or be
+            wrapped as one of each rank (`PerRank`).
+        keys: `'fsdp_dtensor'` for the keys that Megatron-LM writes and reads; `'plain'` for names
+            without wrappers' tokens.
+        extra_state: Whether to keep `_extra_state`, which Megatron-LM leaves out.
+        pg_collection: Process groups, by default those that the model carries.
+        grid: Plain integers instead of process groups.
+        layouts: Providers; the built-in and the installed ones if not given.
+        storage_writer: A DCP storage writer; torch's `FileSystemWriter` of `path` if not given.
+        process_group: The ranks that save, all by default.
+
+    Raises:
+        CheckpointError: If the ranks do not plan the same checkpoint.
+        LayoutError: If a parameter can't be placed.
+    """
+    state: dict[str, Any] = dict(model_state(model, extra_state=extra_state))
+    if optimizer is not None:
+        state.update(optimizer_state(model, optimizer).sections)
+    state["checkpoint_version"] = 3.0
+    if iteration is not None:
+        state["iteration"] = iteration
+    if args is not None:
+        state["args"] = shared_arguments(args)
+    if opt_param_scheduler is not None:
+        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    state.update(extra or {})
+    make = FsdpDtensorSavePlanner if keys == "fsdp_dtensor" else LayoutAwareSavePlanner
+    planner = make(
+        model,
+        pg_collection=pg_collection,
+        grid=grid,
+        layouts=layouts,
+        optimizer_layouts=ddp_shards(model, optimizer),
+    )
+    writer = FileSystemWriter(path) if storage_writer is None else storage_writer
+    saved: Metadata = save(
+        state, storage_writer=writer, planner=planner, process_group=process_group
+    )
+    return saved
+
+
+def shared_arguments(args: Any) -> Any:
+    """Returns Megatron's arguments without the fields that differ from rank to rank."""
+    shared = copy.copy(args)
+    for name in _OF_ONE_RANK:
+        if isinstance(shared, dict):
+            shared.pop(name, None)
+        elif hasattr(shared, name):
+            delattr(shared, name)
+    return shared
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load found.
+
+    Attributes:
+        iteration: Number of the iteration, None if it was not saved.
+        extra: The sections that were asked for.
+        report: What was loaded, missed and changed on this rank.
+    """
+
+    iteration: int | None
+    extra: dict[str, Any]
+    report: LoadReport
+
+
+def load_checkpoint(
+    model: Any,
+    optimizer: Any,
+    path: str | PathLike[str],
+    *,
+    opt_param_scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    extra_state: bool = False,
+    pg_collection: Any = None,
+    grid: Grids | None = None,
+    layouts: Iterable[LayoutProvider] | None = None,
+    storage_reader: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> Loaded:
+    """Loads a Megatron model and its optimizer, saved in any parallel configuration.
+
+    Checkpoints of Megatron-LM's `fsdp_dtensor` format load too. It stands for these lines of
+    Megatron-LM's `load_checkpoint`:
+
+        state_dict = generate_state_dict(args, model, optimizer, opt_param_scheduler, rng_state,
+                                         optim_sd_kwargs=optim_sd_kwargs)
+        state_dict = preprocess_fsdp_dtensor_state_dict(args, state_dict, model[0])
+        planner = default_planner.DefaultLoadPlanner(allow_partial_load=allow_partial_load)
+        torch.distributed.checkpoint.load_state_dict(state_dict=state_dict, ...)
+        model[0].load_state_dict(state_dict["model"], strict=strict)
+        optimizer.load_state_dict(state_dict["optimizer"])
+        opt_param_scheduler.load_state_dict(state_dict["opt_param_scheduler"])
+
+    and in their place stands
+
+        loaded = load_checkpoint(model, optimizer, checkpoint_name,
+                                 opt_param_scheduler=opt_param_scheduler)
+        iteration = loaded.iteration
+
+    An optimizer that has taken no step yet gets its state first. Weights and state are filled in
+    place.
+
+    Args:
+        model: The model, or the list of its virtual pipeline chunks.
+        optimizer: Its optimizer, or None to load the model alone.
+        path: Folder of the checkpoint.
+        opt_param_scheduler: The learning rate's scheduler; its `load_state_dict()` is called.
+        extra: Further sections to load, with values of the kind that was saved.
+        strict: Whether a key that the checkpoint lacks is an error, or is reported.
+        extra_state: Whether to load `_extra_state`.
+        pg_collection: Process groups, by default those that the model carries.
+        grid: Plain integers instead of process groups.
+        layouts: Providers; the built-in and the installed ones if not given.
+        storage_reader: A DCP storage reader; torch's `FileSystemReader` of `path` if not given.
+        process_group: The ranks that load, all by default.
+        options: Further arguments of `LayoutAwareLoadPlanner`.
+
+    Raises:
+        CheckpointError: If a key is missing, has another size, or is not covered.
+        LayoutError: If a parameter can't be placed.
+    """
+    reader = FileSystemReader(path) if storage_reader is None else storage_reader
+    state: dict[str, Any] = dict(model_state(model, extra_state=extra_state))
+    members = []
+    if optimizer is not None:
+        initialize_state(optimizer)
+        live = optimizer_state(model, optimizer)
+        state.update(live.sections)
+        members = live.members
+    stored = reader.read_metadata().state_dict_metadata
+    if "iteration" in stored:
+        state["iteration"] = 0
+    if opt_param_scheduler is not None:
+        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    state.update({key: copy.copy(value) for key, value in (extra or {}).items()})
+    planner = LayoutAwareLoadPlanner(
+        model,
+        pg_collection=pg_collection,
+        grid=grid,
+        layouts=layouts,
+        optimizer_layouts=ddp_shards(model, optimizer),
+        strict=strict,
+        **options,
+    )
+    load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    finish_load(model, optimizer, members)
+    if opt_param_scheduler is not None:
+        opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
+    found = {key: state[key] for key in extra or {}}
+    return Loaded(state.get("iteration"), found, planner.report)

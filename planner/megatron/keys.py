@@ -1,0 +1,172 @@
+"""The keys of Megatron-LM's `fsdp_dtensor` checkpoints: with wrappers' prefixes, scalars by component.
+
+| name | is |
+|---|---|
+| `FsdpDtensorNames` | finds parameters and keeps the wrappers' tokens before a name |
+| `by_component` | a state dict whose optimizer scalars stand with each component |
+| `FsdpDtensorSavePlanner` | the save planner whose checkpoints Megatron-LM loads |
+
+| value | key |
+|---|---|
+| weight | `model.module.decoder.layers.0.mlp.linear_fc1.weight_w` |
+| moment | `optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.exp_avg` |
+| step | `optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.step` |
+| group | `optimizer.param_to_group_meta.module.module.module.decoder.layers.0.mlp.linear_fc1.weight.lr` |
+
+Loading needs none of this: `LayoutAwareLoadPlanner` finds these keys and the plain ones.
+
+Source: megatron/training/checkpointing.py, preprocess_fsdp_dtensor_state_dict, and
+megatron/core/transformer/fsdp_dtensor_checkpoint.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from shardplan.layouts.model import WRAPPERS, clean_name
+
+from ..entries import Found, Names, Path
+from ..optimizer import components
+from ..save import LayoutAwareSavePlanner
+from ..table import Chunk
+
+
+class FsdpDtensorNames(Names):
+    """Finds parameters by the paths of a state dict, and keeps what wrappers put before a name.
+
+    Args:
+        chunks: The model's chunks.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        kept = tuple(chunks)
+        super().__init__((chunk.section, chunk.layouts) for chunk in kept)
+        self._components = [
+            {fqn: found for fqn, layout in chunk.layouts.items() if (found := components(layout))}
+            for chunk in kept
+        ]
+
+    def find(self, path: Path) -> Found | None:
+        """Returns the parameter that a path speaks of, None if it speaks of none.
+
+        Raises:
+            LayoutError: If it may speak of a parameter of two chunks of the model.
+        """
+        found = super().find(path)
+        if found is None:
+            return self._component(path)
+        place = found.place
+        element = path[len(place.before)]
+        if place.head or element == found.fqn or not isinstance(element, str):
+            return found
+        return found._replace(place=place._replace(head=_prefix(element)))
+
+    def _component(self, path: Path) -> Found | None:
+        """Finds a name that ends in a component's suffix, `….linear_fc1.weight_w`."""
+        for chunk in self.chunks_of(path):
+            for at in range(len(path) - 1, max(len(path) - 3, -1), -1):
+                element = path[at]
+                if not isinstance(element, str):
+                    continue
+                clean = clean_name(element)
+                for cut in (clean.rfind("_"), clean.rfind(".")):
+                    fqn, suffix = clean[:cut], clean[cut:]
+                    if suffix in self._components[chunk].get(fqn, ()):
+                        found = super().find((*path[:at], fqn, *path[at + 1 :]))
+                        if found is None:
+                            continue
+                        place = found.place._replace(head=_prefix(element), tail=suffix)
+                        return found._replace(place=place)
+        return None
+
+
+def _prefix(element: str) -> str:
+    """Returns the wrappers' tokens before a name, each with its dot."""
+    head = ""
+    for token in element.split("."):
+        if token not in WRAPPERS:
+            break
+        head += token + "."
+    return head
+
+
+def by_component(names: FsdpDtensorNames, chunks: Iterable[Chunk], state: Any) -> Any:
+    """Returns a state dict in which a fused parameter's scalars stand with each component.
+
+    Tensors that are laid out as their parameter stay under its name; the planner splits those.
+
+    Args:
+        names: Finds the parameters.
+        chunks: The model's chunks.
+        state: A nested state dict; it is not changed.
+    """
+    kept = tuple(chunks)
+
+    def descend(path: Path, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if path and path[-1] == "state":
+            return _split(path, value, names, kept)
+        return {key: descend((*path, key), inner) for key, inner in value.items()}
+
+    return {
+        key: value if str(key).startswith("model") else descend((key,), value)
+        for key, value in state.items()
+    }
+
+
+def _split(
+    path: Path, state: Mapping[Any, Any], names: FsdpDtensorNames, chunks: tuple[Chunk, ...]
+) -> dict[Any, Any]:
+    split: dict[Any, Any] = {}
+    for name, slots in state.items():
+        split[name] = slots
+        if not isinstance(name, str) or not isinstance(slots, Mapping):
+            continue
+        found = names.find((*path, name, ""))
+        if found is None:
+            continue
+        layout = chunks[found.chunk].layouts[found.fqn]
+        parts = components(layout)
+        grid = chunks[found.chunk].grids.of(layout.family)
+        scalars = {
+            slot: value
+            for slot, value in slots.items()
+            if _is_scalar(slot, value, layout.storage.numel(grid))
+        }
+        if parts and scalars:
+            split[name] = {slot: value for slot, value in slots.items() if slot not in scalars}
+            for part in parts:
+                split[name + part] = dict(scalars)
+    return split
+
+
+def _is_scalar(slot: str, value: Any, numel: int) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.numel() == 1 and (slot == "step" or numel != 1)
+
+
+class FsdpDtensorSavePlanner(LayoutAwareSavePlanner):
+    """Saves under the keys of Megatron-LM's own `fsdp_dtensor` checkpoints.
+
+    Takes what `LayoutAwareSavePlanner` takes. Whether Megatron-LM reads a Gated DeltaNet's
+    projections split (as Megatron-Bridge writes them) or whole, depends on the layouts: whole
+    is `GDN(components="fused")`.
+    """
+
+    def __init__(self, model: Any = None, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._table.names = self._names = FsdpDtensorNames(self._table.chunks)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Takes the state dict of this save; see `torch.distributed.checkpoint.SavePlanner`."""
+        split = by_component(self._names, self._table.chunks, state_dict)
+        super().set_up_planner(split, storage_meta, is_coordinator)

@@ -1,0 +1,278 @@
+"""A Megatron model and its optimizer as a state dict, and back, by the parameters' own names.
+
+| name | does |
+|---|---|
+| `model_state` | the model's sections: `model`, or `model0`, `model1`, … of a virtual pipeline |
+| `optimizer_state` | the optimizer's sections: each parameter's state and its group's options |
+| `initialize_state` | makes the optimizer's tensors exist before a load |
+| `finish_load` | passes on what was loaded in place: group options, copies of weights |
+
+Megatron's own `sharded_state_dict` names experts by the global expert grid; here parameters are
+named by their place in the model, and the planner's layouts know the model's own grid. State is
+taken where it is: on ranks that hold no part of a parameter there may be none.
+
+| optimizer | its state of a parameter |
+|---|---|
+| `DistributedOptimizer` over Megatron-FSDP, or torch's | the inner optimizer's |
+| `HybridDeviceOptimizer` | the sub-optimizers', on the CPU, with `master_param` |
+| `DistributedOptimizer` over DDP | its flat shard's, with the shard itself as `param` |
+| `ChainedOptimizer` | that of each, under its number if there are several |
+
+Sources: megatron/core/optimizer/distrib_optimizer.py, optimizer.py and
+cpu_offloading/hybrid_optimizer.py.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardplan.layouts import CheckpointError
+from shardplan.layouts.errors import summary
+
+from ..compat import local_tensor
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """Returns the chunks of a model: the modules of a list, or the model itself."""
+    listed = isinstance(model, Sequence) or type(model).__name__ == "ModuleList"
+    return list(model) if listed else [model]
+
+
+def model_state(model: Any, *, extra_state: bool = False) -> dict[str, dict[str, Any]]:
+    """Returns the model's sections.
+
+    Megatron-FSDP puts its sharded parameters in place when it is asked for a state dict, so ask
+    before a planner is made.
+
+    Args:
+        model: The model, or its virtual pipeline chunks.
+        extra_state: Whether to keep `_extra_state`, which Megatron-LM leaves out.
+    """
+    chunks = chunks_of(model)
+    sections = {}
+    for number, chunk in enumerate(chunks):
+        make = getattr(chunk, "state_dict_for_save_checkpoint", chunk.state_dict)
+        sections["model" if len(chunks) == 1 else f"model{number}"] = {
+            name: value
+            for name, value in make().items()
+            if extra_state or not name.endswith("_extra_state")
+        }
+    return sections
+
+
+@dataclasses.dataclass(slots=True)
+class GroupMember:
+    """One parameter's copy of its group's options, which a load fills.
+
+    Attributes:
+        name: The parameter's name.
+        options: The copy.
+        group: The live group.
+    """
+
+    name: str
+    options: dict[str, Any]
+    group: dict[str, Any]
+
+
+@dataclasses.dataclass(slots=True)
+class OptimizerState:
+    """The sections of an optimizer.
+
+    Attributes:
+        sections: State dict of each section: `state` and `param_to_group_meta` by parameter.
+        members: The copies of the groups' options in it.
+    """
+
+    sections: dict[str, dict[Any, Any]]
+    members: list[GroupMember]
+
+
+def optimizer_state(model: Any, optimizer: Any) -> OptimizerState:
+    """Returns the optimizer's sections; what is in `state` are the live values.
+
+    Args:
+        model: The model, or its virtual pipeline chunks.
+        optimizer: A Megatron optimizer, or torch's.
+
+    Raises:
+        CheckpointError: If it optimizes a parameter that the model does not have.
+    """
+    chunks = chunks_of(model)
+    names: dict[int, tuple[int, str]] = {}
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            names.setdefault(id(parameter), (number, name))
+    found = OptimizerState({}, [])
+    parts = list(inner_optimizers(optimizer))
+    for index, part in enumerate(parts):
+        unknown = 0
+        for parameter, group, state in part.entries():
+            if id(parameter) not in names:
+                unknown += 1
+                continue
+            number, name = names[id(parameter)]
+            section = "optimizer" if len(chunks) == 1 else f"optimizer{number}"
+            place = found.sections.setdefault(section, {})
+            if len(parts) > 1:
+                place = place.setdefault(index, {})
+            options = {key: value for key, value in group.items() if key != "params"}
+            place.setdefault("param_to_group_meta", {})[name] = options
+            found.members.append(GroupMember(name, options, group))
+            if state:
+                place.setdefault("state", {})[name] = state
+        if unknown:
+            raise CheckpointError(
+                f"{unknown} of the optimizer's parameters are not among the model's. Pass the "
+                "model (or all of its chunks) that the optimizer was made for."
+            )
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inner:
+    """One optimizer of torch's kind inside a Megatron optimizer.
+
+    Attributes:
+        optimizer: The inner optimizer.
+        owner: The Megatron optimizer around it, or the inner one itself.
+    """
+
+    optimizer: Any
+    owner: Any
+
+    def entries(self) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any] | None]]:
+        """Yields each parameter of the model with its live group and its live state, if any."""
+        places = getattr(self.owner, "model_param_group_index_map", None)
+        if places:
+            yield from self._shards(places)
+            return
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, group, state.get(parameter)
+
+    def _shards(
+        self, places: Mapping[Any, tuple[int, int]]
+    ) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any] | None]]:
+        """Yields the same where each parameter of the optimizer is a flat shard of the model's."""
+        for parameter, (number, order) in places.items():
+            group = self.optimizer.param_groups[number]
+            shard = group["params"][order]
+            held = self.optimizer.state.get(shard, {})
+            yield parameter, group, _WithParam(held, shard.detach())
+
+
+class _WithParam(dict[str, Any]):
+    """A shard's state with the shard itself; what is set in it is set in the live state too."""
+
+    def __init__(self, live: dict[str, Any], shard: torch.Tensor) -> None:
+        super().__init__(live)
+        super().__setitem__("param", shard)
+        self._live = live
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key != "param":
+            self._live[key] = value
+
+
+def inner_optimizers(optimizer: Any) -> Iterator[Inner]:
+    """Yields the optimizers of torch's kind inside a Megatron optimizer, stubs left out."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        for part in chained:
+            yield from inner_optimizers(part)
+        return
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return
+    inner = getattr(optimizer, "optimizer", None)
+    yield Inner(optimizer if inner is None else inner, optimizer)
+
+
+def initialize_state(optimizer: Any) -> None:
+    """Makes the tensors of an optimizer's state exist, where it has taken no step yet.
+
+    A step with zero gradients and a learning rate of zero changes no parameter. Parameters
+    without elements on this rank are left out, as training leaves them out.
+    """
+    for part in inner_optimizers(optimizer):
+        inner = part.optimizer
+        if not _stateless(inner):
+            continue
+        kept = [(group, group.get("lr")) for group in inner.param_groups]
+        touched = []
+        for group in inner.param_groups:
+            if "lr" in group:
+                rate = group["lr"]
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            for parameter in group["params"]:
+                if local_tensor(parameter).numel() and parameter.requires_grad:
+                    name = "decoupled_grad" if hasattr(parameter, "decoupled_grad") else "grad"
+                    touched.append((parameter, name, getattr(parameter, name)))
+                    setattr(parameter, name, torch.zeros_like(parameter))
+        try:
+            type(inner).step(inner)
+        finally:
+            for parameter, name, gradient in touched:
+                setattr(parameter, name, gradient)
+            for group, rate in kept:
+                if rate is not None:
+                    group["lr"] = rate
+
+
+def _stateless(inner: Any) -> bool:
+    return not any(inner.state.values())
+
+
+def finish_load(model: Any, optimizer: Any, members: Sequence[GroupMember]) -> None:
+    """Passes on what a load has put in place.
+
+    Group options go into the live groups; `HybridDeviceOptimizer` copies its weights anew;
+    Megatron-FSDP copies its main weights into the model's.
+
+    Raises:
+        CheckpointError: If parameters of one group were saved with different options.
+    """
+    faults: list[str] = []
+    first: dict[int, GroupMember] = {}
+    for member in members:
+        other = first.setdefault(id(member.group), member)
+        for option, value in member.options.items():
+            known = other.options.get(option)
+            if other is not member and not _equal(known, value):
+                faults.append(
+                    f"{option}: {other.name} was saved with {known!r} and {member.name} with "
+                    f"{value!r}"
+                )
+    if faults:
+        raise CheckpointError(
+            f"{summary(faults)}, but one group holds both now. Build the optimizer with the "
+            "groups that were saved."
+        )
+    for member in first.values():
+        member.group.update(member.options)
+    for part in inner_optimizers(optimizer) if optimizer is not None else ():
+        if hasattr(part.optimizer, "sub_optimizers") and any(part.optimizer.state.values()):
+            part.optimizer.load_state_dict(part.optimizer.state_dict())
+    for chunk in chunks_of(model):
+        install = _wrapped(chunk, "install_optimized_model_weights")
+        if install is not None:
+            install()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    return bool(one == other)
+
+
+def _wrapped(model: Any, name: str) -> Any:
+    """Returns a method of a model or of what it wraps."""
+    for _ in range(16):
+        if model is None or hasattr(type(model), name):
+            break
+        model = getattr(model, "module", None)
+    return None if model is None else getattr(model, name)
