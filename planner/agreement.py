@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.layouts import CheckpointError, Grids, Layout
 from shardplan.layouts.errors import summary
+from shardplan.layouts.slab import Shape
 
-from .manifest import SHARD, Extra, Kind, Members, StageManifest
+from .manifest import SHARD, Kind, Members, StageManifest
 from .ownership import writer_of_value
+from .told import Settled, Told, settle
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,14 @@ class PlanMessage:
         digest: Digest of the layouts and extras; equal on all ranks of a stage.
         groups: Which values the rank has, one bit each.
         manifest: The stage's layouts, from the first rank of each stage only.
+        told: What no layout says.
     """
 
     grids: tuple[Grids, ...]
     digest: str
     groups: dict[Kind, Members]
     manifest: StageManifest | None = None
+    told: Told = field(default_factory=Told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,16 @@ class PlanReply:
     """The coordinator's answer to one rank.
 
     Attributes:
-        skip: Keys of extras that another stage writes.
+        skip: Keys that another stage writes, or that another key stands for.
+        write: Keys of Python values that the rank writes although it does not lead its stage.
+        skip_boxes: Key and offsets of boxes that another rank writes.
         fault: Why nothing may be written, None if all agree.
         other: Manifest of the rank that this one differs from.
     """
 
     skip: frozenset[str] = frozenset()
+    write: frozenset[str] = frozenset()
+    skip_boxes: frozenset[tuple[str, Shape]] = frozenset()
     fault: str | None = None
     other: StageManifest | None = None
 
@@ -61,10 +69,12 @@ class Agreement:
     Attributes:
         stages: The joined manifest of each pipeline stage.
         replies: One answer for each rank.
+        settled: What the ranks told beside their layouts.
     """
 
     stages: list[StageManifest] = field(default_factory=list)
     replies: list[PlanReply] = field(default_factory=list)
+    settled: Settled = field(default_factory=Settled)
 
     @property
     def fault(self) -> str | None:
@@ -98,25 +108,23 @@ def compare(messages: Sequence[PlanMessage]) -> Agreement:
     for stage, leader in sorted(leaders.items()):
         ranks = [r for r, m in enumerate(messages) if m.grids[0].stage == stage]
         stages.append(_join(messages, leader, ranks))
-    written: set[str] = set()
-    skips: dict[int, frozenset[str]] = {}
-    extras: dict[str, tuple[Extra, int]] = {}
-    for (stage, leader), manifest in zip(sorted(leaders.items()), stages, strict=True):
-        for extra in manifest.extras:
-            other, rank = extras.setdefault(extra.key, (extra, leader))
-            if other.digest != extra.digest:
-                raise CheckpointError(
-                    f"{extra.key}: ranks {rank} and {leader} hold different values under this "
-                    "key, and no layout explains it. Give each its own key, or make them equal."
-                )
-        skips[stage] = frozenset(e.key for e in manifest.extras if e.key in written)
-        written |= {e.key for e in manifest.extras}
-    replies = [PlanReply(skips[m.grids[0].stage]) for m in messages]
-    stages = [
-        replace(m, extras=tuple(e for e in m.extras if e.key not in skips[s]))
-        for s, m in zip(sorted(leaders), stages, strict=True)
+    settled = settle(messages, leaders, stages)
+    replies = [
+        PlanReply(
+            frozenset(settled.skip.get(rank, ())),
+            frozenset(settled.write.get(rank, ())),
+            frozenset(settled.skip_boxes.get(rank, ())),
+        )
+        for rank in range(len(messages))
     ]
-    return Agreement(stages, replies)
+    unwritten = [
+        settled.skip[leader] - settled.aliases.keys() for _, leader in sorted(leaders.items())
+    ]
+    stages = [
+        replace(m, extras=tuple(e for e in m.extras if e.key not in skipped))
+        for m, skipped in zip(stages, unwritten, strict=True)
+    ]
+    return Agreement(stages, replies, settled)
 
 
 def _check_places(messages: Sequence[PlanMessage]) -> None:

@@ -6,6 +6,8 @@
 | `dtensor_spec` | its mesh and placements as one comparable value |
 | `root_mesh` | the mesh that a submesh was sliced from |
 | `calling_save` | what `dcp.save` knows and does not tell its planner: the writer, the mode |
+| `ShardedTensor` | what FSDP1 shards into where it was given no mesh |
+| `stores_aliases` | whether a writer can give one stored tensor two keys |
 | `keeps_one_chunk_per_key`, `names_files_by_rank` | what torch's own writers can hold |
 | `storage_info`, `memory_format_of` | types inside stock `.metadata` |
 
@@ -17,10 +19,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
+    SerializationFormat,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.tensor import DTensor
+
+__all__ = ["ShardedTensor"]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,6 +94,14 @@ def keeps_one_chunk_per_key(writer: Any) -> bool:
     if isinstance(writer, HuggingFaceStorageWriter):
         return True
     return getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS
+
+
+def stores_aliases(writer: Any) -> bool:
+    """Returns whether a writer notes where each key lies, so that two keys may lie at one place.
+
+    True of torch's file system writers: `storage_data` of their metadata does.
+    """
+    return isinstance(writer, FileSystemWriter) and not keeps_one_chunk_per_key(writer)
 
 
 def names_files_by_rank(writer: Any, use_collectives: bool) -> bool:

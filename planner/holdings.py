@@ -30,9 +30,11 @@ from shardplan.layouts.model import ModelLayouts
 from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
 
 from .compat import local_tensor
+from .described import describes_itself
 from .entries import Found, Path, Place, key_of
 from .manifest import OBJECT, SHARD, VALUE, Kind
 from .meshes import MeshGroups
+from .per_rank import PerRank
 from .storable import check_storable
 from .table import Chunk, LayoutTable
 
@@ -61,11 +63,15 @@ class Holdings:
         chunks: The table's chunks, and one more for tensors that describe themselves.
         held: Values that belong to a parameter.
         extras: Positions and paths of the others.
+        described: Positions and paths of tensors that describe themselves.
+        per_rank: Positions and paths of `PerRank` values.
     """
 
     chunks: tuple[Chunk, ...]
     held: list[Holding] = field(default_factory=list)
     extras: list[tuple[int, Path]] = field(default_factory=list)
+    described: list[tuple[int, Path]] = field(default_factory=list)
+    per_rank: list[tuple[int, Path]] = field(default_factory=list)
 
 
 def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdings:
@@ -87,7 +93,13 @@ def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdi
         found = table.names.find(path)
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor:
+            if describes_itself(value) and not _is_flat(table, found):
+                holdings.described.append((number, path))
+                continue
             check_storable(path, value)
+        elif isinstance(value, PerRank):
+            holdings.per_rank.append((number, path))
+            continue
         if found is None:
             if is_tensor and isinstance(value, DTensor):
                 lone.append((number, path, value))
@@ -113,6 +125,14 @@ def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdi
     if lone:
         _place_lone(table, holdings, lone)
     return holdings
+
+
+def _is_flat(table: LayoutTable, found: Found | None) -> bool:
+    """Whether a tensor is a parameter whose flat shards the layouts know for every rank."""
+    if found is None:
+        return False
+    layout = table.chunks[found.chunk].layout(found.fqn, found.place.slot)
+    return isinstance(layout.storage, FlatBuffer | FlatRanges)
 
 
 class _Checks:

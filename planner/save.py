@@ -17,13 +17,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from shardplan.layouts import CheckpointError, Grids, Layout, LayoutProvider
 
 from .agreement import PlanMessage, PlanReply, compare, first_difference
-from .compat import SaveCall, calling_save, keeps_one_chunk_per_key
-from .entries import Path, stock_path
+from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_aliases
+from .described import part_of
+from .entries import Path, key_of, stock_path
 from .manifest import StageManifest, Stored, stage_metadata, unpadded_keys
 from .optimizer import Named, by_name, optimizer_names
+from .per_rank import PerRank
 from .reading import UNPADDED
 from .snapshot import Snapshot
 from .table import build_table
+from .tied import AliasedMetadata
+from .told import Entry
 from .values import to_bytes
 from .views import copy_of, view
 from .without_gc import without_gc
@@ -102,6 +106,17 @@ class LayoutAwareSavePlanner(SavePlanner):
         self._unresolved = 0
 
     @property
+    def manifest(self) -> StageManifest:
+        """What this rank plans, as plain data; for storage writers that store layouts.
+
+        Raises:
+            CheckpointError: If nothing was planned yet.
+        """
+        if self._manifest is None:
+            raise CheckpointError("there is no manifest before create_local_plan")
+        return self._manifest
+
+    @property
     def layouts(self) -> dict[str, Layout]:
         """Layout of each parameter and buffer, by clean name; the first chunk's of several."""
         return dict(self._table.chunks[0].layouts)
@@ -123,6 +138,7 @@ class LayoutAwareSavePlanner(SavePlanner):
             CheckpointError: If two values have one key, or the storage writer would lose data.
         """
         call = calling_save()
+        alone = self._is_alone(call)
         if call is not None:
             self._check_writer(call)
         state_dict, self._state_dict = self._state_dict, None
@@ -134,7 +150,13 @@ class LayoutAwareSavePlanner(SavePlanner):
                 raw = self._plan_anew(state_dict)
             self._values = raw if self._named is None else [_value(raw, n) for n in self._named]
             self._manifest = self._plan.manifest(self._values) if self._plan else None
-        return self._quiet_plan()
+        if alone and self._plan is not None and self._plan.described:
+            raise CheckpointError(
+                f"{key_of(self._plan.described[0][1])}: it describes this rank's boxes only, and "
+                f"without collectives nobody learns the others' ({self._table.grids.facts()}). "
+                "Save with collectives, or pass the provider that knows how it is cut."
+            )
+        return self._quiet_plan(alone, call is not None and stores_aliases(call.writer))
 
     def _plan_anew(self, state_dict: dict[str, Any]) -> list[Any]:
         snapshot = Snapshot(state_dict)
@@ -152,15 +174,18 @@ class LayoutAwareSavePlanner(SavePlanner):
         self._snapshot = snapshot
         return raw
 
-    def _quiet_plan(self) -> SavePlan:
-        assert self._plan is not None and self._manifest is not None  # create_local_plan made them
+    def _quiet_plan(self, alone: bool, aliases: bool) -> SavePlan:
+        plan, manifest = self._plan, self._manifest
+        assert plan is not None and manifest is not None  # create_local_plan made them
+        leads = self._table.grids.leads_stage
         message = PlanMessage(
-            tuple(chunk.grids for chunk in self._plan.chunks),
-            self._plan.digest(self._table, self._manifest),
-            self._plan.groups,
-            self._manifest if self._table.grids.leads_stage else None,
+            tuple(chunk.grids for chunk in plan.chunks),
+            plan.digest(self._table, manifest, objects=alone),
+            plan.groups,
+            manifest if leads else None,
+            dataclasses.replace(plan.told(self._values, manifest, leads), aliases=aliases),
         )
-        return QuietSavePlan(items=self._plan.items, planner_data=message)
+        return QuietSavePlan(items=plan.items, planner_data=message)
 
     def _check_writer(self, call: SaveCall) -> None:
         """Refuses a writer that would lose chunks, before a byte is written."""
@@ -172,14 +197,18 @@ class LayoutAwareSavePlanner(SavePlanner):
                 "SafetensorsWriter of shardplan.planner."
             )
         world = self._table.grids.world_size
-        alone = call.no_dist or not call.use_collectives
-        if alone and world > 1 and not getattr(call.writer, "stores_layouts", False):
+        if self._is_alone(call) and not getattr(call.writer, "stores_layouts", False):
             how = "no_dist=True" if call.no_dist else "use_collectives=False"
             raise CheckpointError(
                 f"{name} with {how} would store this rank's chunks without those of the other "
                 f"{world - 1} ranks ({self._table.grids.facts()}), and a load would miss them. "
                 "Save with collectives, or use SafetensorsWriter of shardplan.planner."
             )
+
+    def _is_alone(self, call: SaveCall | None) -> bool:
+        """Whether this rank's plan will never meet those of the other ranks."""
+        apart = call is not None and (call.no_dist or not call.use_collectives)
+        return apart and self._table.grids.world_size > 1
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Compares all ranks' digests and returns the metadata of the whole checkpoint.
@@ -202,7 +231,11 @@ class LayoutAwareSavePlanner(SavePlanner):
             plans = [SavePlan([], planner_data=reply) for reply in agreement.replies]
             if agreement.fault:
                 return plans, Metadata({})
-            return plans, checkpoint_metadata(agreement.stages)
+            settled = agreement.settled
+            metadata = checkpoint_metadata(agreement.stages, settled.entries)
+            if settled.aliases:
+                metadata = AliasedMetadata(metadata, settled.aliases)
+            return plans, metadata
 
     def _alone(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Plans without the other ranks: the writer stores the layouts, and readers compare."""
@@ -224,11 +257,16 @@ class LayoutAwareSavePlanner(SavePlanner):
                 fault = f"{first_difference(self._manifest, reply.other)}. This rank {fault}"
             self._values = []
             raise CheckpointError(f"{fault} ({self._table.grids.facts()})")
-        skip = reply.skip if isinstance(reply, PlanReply) else frozenset()
-        pairs = zip(plan.items, plan.sources, strict=True)
-        kept = [(i, s) for i, s in pairs if i.index.fqn not in skip] if skip else None
-        items = plan.items if kept is None else [item for item, _ in kept]
-        sources = plan.sources if kept is None else [source for _, source in kept]
+        items, sources = plan.items, plan.sources
+        if isinstance(reply, PlanReply) and (reply.skip or reply.skip_boxes or reply.write):
+            pairs = [
+                (item, source)
+                for item, source in zip(items, sources, strict=True)
+                if item.index.fqn not in reply.skip
+                and (source.part is None or (item.index.fqn, source.part) not in reply.skip_boxes)
+            ]
+            pairs += [pair for pair in plan.spare if pair[0].index.fqn in reply.write]
+            items, sources = [item for item, _ in pairs], [source for _, source in pairs]
         self._items, self._waiting, self._sources = items, sources, {}
         self._unresolved = len(items)
         if not items:
@@ -241,6 +279,25 @@ class LayoutAwareSavePlanner(SavePlanner):
         Raises:
             CheckpointError: If the item is not of this plan, or a value can't be stored.
         """
+        key = write_item.index.fqn
+        value, source = self._take(write_item)
+        if source.box is None:
+            return to_bytes(key, value)
+        if source.part is not None:
+            value = part_of(key, value, source.part)
+        shown = view(value, source.box)
+        return copy_of(value, source.box) if shown is None else shown
+
+    def resolve_value(self, write_item: WriteItem) -> Any:
+        """Returns the Python value of a write item, for a storage writer that has no pickles.
+
+        Raises:
+            CheckpointError: If the item is not of this plan.
+        """
+        return self._take(write_item)[0]
+
+    def _take(self, write_item: WriteItem) -> tuple[Any, Source]:
+        """Returns value and source of a write item, and lets go of all values after the last."""
         if not self._sources:
             self._sources = {
                 (item.index.fqn, item.index.offset): source
@@ -255,14 +312,9 @@ class LayoutAwareSavePlanner(SavePlanner):
             )
         value = self._values[source.number]
         self._unresolved -= 1
-        if source.box is None:
-            data: torch.Tensor | io.BytesIO = to_bytes(index.fqn, value)
-        else:
-            shown = view(value, source.box)
-            data = copy_of(value, source.box) if shown is None else shown
         if self._unresolved == 0:
             self._values = []
-        return data
+        return value.value if isinstance(value, PerRank) else value, source
 
 
 class QuietSavePlan(SavePlan):
@@ -272,8 +324,12 @@ class QuietSavePlan(SavePlan):
         return SavePlan, ([], self.storage_data, self.planner_data, self.usable)
 
 
-def checkpoint_metadata(stages: Iterable[StageManifest]) -> Metadata:
+def checkpoint_metadata(stages: Iterable[StageManifest], told: Iterable[Entry] = ()) -> Metadata:
     """Returns DCP's metadata of a checkpoint from the manifests of its pipeline stages.
+
+    Args:
+        stages: The manifests.
+        told: What no manifest has: key, path, stored form and origin.
 
     Raises:
         CheckpointError: If two values have one key, or a tensor is not covered exactly once.
@@ -297,6 +353,14 @@ def checkpoint_metadata(stages: Iterable[StageManifest]) -> Metadata:
     unpadded = tuple(dict.fromkeys(key for stage in listed for key in unpadded_keys(stage)))
     if unpadded:
         paths[UNPADDED] = unpadded  # no key of a value, so nothing else looks it up
+    for key, path, entry, _ in told:
+        if key in stored:
+            raise CheckpointError(
+                f"{key}: {origins[key][1]} of the model has this key, and so has a value that "
+                "belongs to no parameter. Rename one of them."
+            )
+        stored[key] = entry
+        paths[key] = stock_path(path)
     return Metadata(stored, planner_data=paths)
 
 

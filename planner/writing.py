@@ -20,17 +20,21 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardplan.layouts import CheckpointError, Grid, Layout
+from shardplan.layouts import EXPERT, CheckpointError, Grid, Layout
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import digest, evaluate
-from shardplan.layouts.slab import Box, contiguous_strides
+from shardplan.layouts.slab import Box, Shape, contiguous_strides
 from shardplan.layouts.stages import Stage
 
+from .described import Description, describe
 from .entries import Path, key_of
-from .holdings import Holding, sort_values
+from .holdings import Holding, Holdings, sort_values
 from .manifest import OBJECT, SHARD, Extra, Kind, Members, StageManifest, value_names
 from .ownership import deal, parts, take, writer_of_value
+from .per_rank import Seat
 from .table import Chunk, LayoutTable
+from .tied import same_memory, shared_memory
+from .told import PER_RANK, Tie, Told, pack
 from .values import value_digest
 
 
@@ -40,10 +44,13 @@ class Source(NamedTuple):
     Attributes:
         number: Position of the value in the state dict.
         box: The view of the value's storage; None for a Python value.
+        part: Offsets of the box where the tensor describes itself and `box` is a view of that
+            part of it.
     """
 
     number: int
     box: Box | None
+    part: Shape | None = None
 
 
 class _Piece(NamedTuple):
@@ -65,16 +72,29 @@ class WritePlan:
     Attributes:
         items: The write items, those of extras last.
         sources: The source of each item.
+        spare: Items and sources of Python values that the first rank of the stage writes, if it
+            has them.
         chunks: The model's chunks and self-describing tensors.
         groups: Which values the rank has.
         extras: Position and path of the values that belong to no parameter.
+        per_rank: Position, path on disk and, for the first rank of the stage, the paths of all
+            ranks' values of each `PerRank`.
+        described: Position, path and description of each tensor that describes itself.
+        tied: Position of each tensor that may be the same memory as an earlier one, with that
+            one's; only the memory at the time of a save tells.
+        ties: What is told of those that are, by the position of the later one.
     """
 
     items: list[WriteItem] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
+    spare: list[tuple[WriteItem, Source]] = field(default_factory=list)
     chunks: tuple[Chunk, ...] = ()
     groups: dict[Kind, Members] = field(default_factory=dict)
     extras: list[tuple[int, Path]] = field(default_factory=list)
+    per_rank: list[tuple[int, Path, list[Path]]] = field(default_factory=list)
+    described: list[tuple[int, Path, Description]] = field(default_factory=list)
+    tied: dict[int, int] = field(default_factory=dict)
+    ties: dict[int, Tie | tuple[str, str]] = field(default_factory=dict)
 
     def manifest(self, values: Sequence[Any]) -> StageManifest:
         """Returns what the rank knows of its stage, with digests of the extras' values."""
@@ -85,21 +105,60 @@ class WritePlan:
             extras.append(
                 Extra(
                     path,
-                    value_digest(value),
+                    value_digest(value, key_of(path)),
                     None if tensor is None else tensor.dtype,
                     () if tensor is None else tuple(tensor.shape),
                 )
             )
+        extras += [Extra(path, PER_RANK) for _, _, paths in self.per_rank for path in paths]
         return StageManifest(self.chunks, self.groups, tuple(sorted(extras, key=lambda e: e.key)))
 
-    def digest(self, table: LayoutTable, manifest: StageManifest) -> str:
-        """Returns a digest that is equal on all ranks of a stage: layouts and extras."""
+    def told(self, values: Sequence[Any], manifest: StageManifest, leads: bool) -> Told:
+        """Returns what the rank tells of its values that no layout says.
+
+        Args:
+            values: The values of this save.
+            manifest: What `manifest` returned for them.
+            leads: Whether the rank is the first of its stage, which tells its manifest too.
+        """
+        objects = [e for e in manifest.extras if e.dtype is None and e.digest != PER_RANK]
+        replicas = [
+            (key_of(path), value_digest(values[number].value, key_of(path)))
+            for number, path, _ in self.per_rank
+            if values[number].axes is not None
+        ]
+        tied = [
+            self.ties[number]
+            for number, other in self.tied.items()
+            if same_memory(values[number], values[other])
+        ]
+        return Told(
+            b"" if leads else pack(objects),
+            tuple(replicas),
+            tuple((path, said) for _, path, said in self.described),
+            tuple(tie for tie in tied if isinstance(tie, Tie)),
+            tuple(tie for tie in tied if not isinstance(tie, Tie)),
+        )
+
+    def digest(self, table: LayoutTable, manifest: StageManifest, objects: bool) -> str:
+        """Returns a digest that is equal on all ranks of a stage: layouts and extras.
+
+        Args:
+            table: The model's layouts.
+            manifest: What `manifest` returned.
+            objects: Whether Python values count; where ranks exchange plans, they are compared
+                one by one.
+        """
         lone = [
             layout.to_json()
             for c in self.chunks[len(table.chunks) :]
             for layout in c.layouts.values()
         ]
-        extras = [(e.key, e.digest, str(e.dtype), e.shape) for e in manifest.extras]
+        extras = [
+            (e.key, e.digest, str(e.dtype), e.shape)
+            for e in manifest.extras
+            if objects or e.dtype is not None or e.digest == PER_RANK
+        ]
         return digest((table.digest, lone, extras))
 
 
@@ -209,6 +268,8 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
             if writer_of_value(layout, grid):
                 share(layout, chunk, *_value_item(key, held))
     plan.groups = {kind: Members.of(orders) for kind, orders in members.items()}
+    for number, path in (*holdings.extras, *holdings.described, *holdings.per_rank):
+        claim(key_of(path), number)
     if clashes:
         raise CheckpointError(
             f"{summary(clashes)} of the state dict would have one key. Rename one of them, or "
@@ -218,15 +279,60 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
         for number in deal(waiting, grid.count(axes), grid.linear(axes)):
             plan.items.append(pending[number][0])
             plan.sources.append(pending[number][1])
-    if leads:
-        for number, path in holdings.extras:
-            claim(key_of(path), number)
-            plan.items.append(_extra_item(key_of(path), values[number][1]))
-            box = None
-            if isinstance(values[number][1], torch.Tensor):
-                box = _whole(tuple(values[number][1].shape))
-            plan.sources.append(Source(number, box))
+    for number, path in holdings.extras:
+        value = values[number][1]
+        box = _whole(tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+        item, source = _extra_item(key_of(path), value), Source(number, box)
+        if leads:
+            plan.items.append(item)
+            plan.sources.append(source)
+        elif box is None:
+            plan.spare.append((item, source))
+    for number, path in holdings.per_rank:
+        seat = Seat(key_of(path), values[number][1], table.grids)
+        plan.per_rank.append((number, seat.path(path), seat.paths(path)))
+        if seat.first:
+            plan.items.append(_extra_item(key_of(seat.path(path)), None))
+            plan.sources.append(Source(number, None))
+    for number, path in holdings.described:
+        _add_described(plan, number, path, values[number][1])
+    _find_ties(plan, holdings, values)
     return plan
+
+
+def _add_described(plan: WritePlan, number: int, path: Path, tensor: torch.Tensor) -> None:
+    """Adds the items of a tensor that describes itself."""
+    key = key_of(path)
+    said = describe(key, tensor)
+    plan.described.append((number, path, said))
+    properties = TensorProperties(dtype=said.dtype)
+    for offsets, sizes in said.parts:
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(chunk, properties, torch.Size(said.shape))
+        index = MetadataIndex(key, chunk.offsets)
+        plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        plan.sources.append(Source(number, _whole(sizes), offsets))
+
+
+def _find_ties(plan: WritePlan, holdings: Holdings, values: Sequence[tuple[Path, Any]]) -> None:
+    """Finds tensors that are one memory and may be stored once."""
+    shared = shared_memory([value for _, value in values])
+    if not shared:
+        return
+    held = {h.number: h for h in holdings.held if h.kind.role == SHARD}
+    extras = dict(holdings.extras)
+    for number, other in shared.items():
+        if number in held and other in held:
+            a, b = held[number], held[other]
+            twins = a.kind == b.kind and a.layout.stages == b.layout.stages
+            if not twins or EXPERT in a.layout.name + b.layout.name:
+                continue
+            plan.ties[number] = Tie(a.kind, a.order, b.order)
+        elif number in extras and other in extras:
+            plan.ties[number] = (key_of(extras[number]), key_of(extras[other]))
+        else:
+            continue
+        plan.tied[number] = other
 
 
 def _whole(shape: tuple[int, ...]) -> Box:

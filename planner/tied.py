@@ -1,0 +1,95 @@
+"""Tied tensors: two keys, one memory, one stored copy.
+
+| name | is |
+|---|---|
+| `shared_memory` | which of a state dict's tensors are the same memory as an earlier one |
+| `AliasedMetadata` | DCP's metadata in which some keys are other names of stored ones |
+
+A tied weight is written once; its other key points to the same bytes, so that any reader finds
+both. At load:
+
+| checkpoint | state dict | comes out |
+|---|---|---|
+| one copy, two keys | two tensors | both are filled |
+| one copy, two keys | one memory | filled once |
+| two copies | one memory | filled, if both are equal; else an error that names both keys |
+| one key only | one memory | filled; the other key is in the report's `tied` |
+| one key only | two tensors | the other key is missing |
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from .compat import local_tensor
+
+
+def shared_memory(values: Sequence[Any]) -> dict[int, int]:
+    """Returns the positions of tensors that are the same memory as an earlier one, with its own.
+
+    The same memory means the same elements in the same order; overlapping views do not count,
+    nor do tensors without elements.
+    """
+    first: dict[tuple[Any, ...], int] = {}
+    shared: dict[int, int] = {}
+    seen: set[int] = set()
+    for number, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            continue
+        local = local_tensor(value)
+        pointer = local.data_ptr()
+        if pointer not in seen:  # almost every tensor
+            seen.add(pointer)
+            if pointer:
+                first[_identity(local)] = number
+            continue
+        if pointer and local.numel():
+            other = first.setdefault(_identity(local), number)
+            if other != number:
+                shared[number] = other
+    return shared
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    """Returns whether two values are tensors of the same memory."""
+    return _identity(local_tensor(a)) == _identity(local_tensor(b))
+
+
+def _identity(local: torch.Tensor) -> tuple[Any, ...]:
+    return (local.data_ptr(), local.dtype, local.shape, local.stride())
+
+
+class AliasedMetadata(Metadata):
+    """Metadata in which some keys are other names of stored ones.
+
+    The storage writer sets `storage_data` when it knows where everything lies; then the other
+    names get the places of what they stand for, and the object becomes plain `Metadata`, which is
+    what is pickled.
+    """
+
+    def __init__(self, metadata: Metadata, aliases: Mapping[str, str]) -> None:
+        names: dict[str, list[str]] = {}
+        for alias, key in aliases.items():
+            names.setdefault(key, []).append(alias)
+        self.__dict__["_names"] = names
+        super().__init__(
+            **{f.name: getattr(metadata, f.name) for f in dataclasses.fields(Metadata)}
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "storage_data" and value is not None:
+            names: dict[str, list[str]] = self.__dict__.pop("_names")
+            self.__class__ = Metadata  # type: ignore[assignment]
+            value = {**value, **dict(_aliases(value, names))}
+        object.__setattr__(self, name, value)
+
+
+def _aliases(
+    places: Mapping[Any, Any], names: Mapping[str, Sequence[str]]
+) -> Iterable[tuple[Any, Any]]:
+    for index, place in places.items():
+        for alias in names.get(index.fqn, ()):
+            yield MetadataIndex(alias, index.offset, index.index), place

@@ -1,0 +1,288 @@
+"""What a rank tells in the plan step that no layout says, and how the coordinator settles it.
+
+| what | where it comes from | settled as |
+|---|---|---|
+| Python values that belong to no parameter | every rank | equal on all ranks that have the key; the lowest of them writes it |
+| `PerRank` values | every rank | equal along the axes that they do not name |
+| boxes of tensors that describe themselves | the rank that holds them | they must cover the tensor once; equal boxes are dealt out |
+| tied tensors | every rank | one copy, if they are tied wherever they have elements |
+
+All of it is empty but for the first, which is a few bytes for each value.
+"""
+
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardplan.layouts import CheckpointError
+from shardplan.layouts.coverage import tiling_faults
+from shardplan.layouts.errors import summary
+from shardplan.layouts.layout import evaluate
+from shardplan.layouts.slab import Shape
+
+from .described import Description
+from .entries import Path, key_of, stock_path
+from .manifest import Extra, Kind, StageManifest, Stored
+
+if TYPE_CHECKING:
+    from .agreement import PlanMessage
+
+PER_RANK = "per rank"  # stands for the digest of a value that each rank has its own of
+
+Entry = tuple[str, Path, Stored, str]
+Box = tuple[str, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Two parameters of one chunk that are one tensor, in one section or slot.
+
+    Attributes:
+        kind: The section and slot.
+        alias: Number of the parameter that is not stored, among the chunk's layouts.
+        stored: Number of the one that is.
+    """
+
+    kind: Kind
+    alias: int
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one rank tells.
+
+    Attributes:
+        objects: Paths and digests of its Python values, packed; see `pack`.
+        per_rank: Key and digest of each `PerRank` value that other ranks must have equal.
+        described: Path and description of each tensor that describes itself.
+        ties: Its tied parameters.
+        tied_extras: Keys of tied tensors that belong to no parameter: `(alias, stored)`.
+        aliases: Whether its storage writer can give one stored tensor two keys.
+    """
+
+    objects: bytes = b""
+    per_rank: tuple[tuple[str, str], ...] = ()
+    described: tuple[tuple[Path, Description], ...] = ()
+    ties: tuple[Tie, ...] = ()
+    tied_extras: tuple[tuple[str, str], ...] = ()
+    aliases: bool = False
+
+
+def pack(extras: Iterable[Extra]) -> bytes:
+    """Returns paths and digests of Python values in few bytes.
+
+    >>> unpack(pack([Extra(("train", "step"), "0f")]))
+    [(('train', 'step'), '0f')]
+    """
+    rows = [[*stock_path(extra.path), extra.digest] for extra in extras]
+    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode()) if rows else b""
+
+
+def unpack(packed: bytes) -> list[tuple[Path, str]]:
+    """Returns what `pack` packed."""
+    rows = json.loads(zlib.decompress(packed)) if packed else []
+    return [(tuple(row[:-1]), row[-1]) for row in rows]
+
+
+@dataclass(slots=True)
+class Settled:
+    """What the coordinator decides.
+
+    Attributes:
+        entries: Key, path, stored form and origin of what no stage's manifest has.
+        skip: Keys that a rank does not write, by rank.
+        write: Keys of Python values that a rank writes although it does not lead its stage.
+        skip_boxes: Key and offsets of boxes that another rank writes.
+        aliases: Key that is not stored → the one that stands for it.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    skip: dict[int, set[str]] = field(default_factory=dict)
+    write: dict[int, set[str]] = field(default_factory=dict)
+    skip_boxes: dict[int, set[Box]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def settle(
+    messages: Sequence["PlanMessage"],
+    leaders: Mapping[int, int],
+    stages: Sequence[StageManifest],
+) -> Settled:
+    """Decides what layouts do not.
+
+    Args:
+        messages: One for each rank.
+        leaders: First rank of each pipeline stage.
+        stages: The joined manifest of each stage, in the order of the stages.
+
+    Raises:
+        CheckpointError: If ranks hold different values under one key, or the boxes of a tensor
+            that describes itself do not cover it exactly once.
+    """
+    settled = Settled()
+    _extras(settled, messages, leaders, stages)
+    _replicas(messages)
+    _boxes(settled, messages)
+    if all(message.told.aliases for message in messages):
+        _ties(settled, messages, leaders, stages)
+    return settled
+
+
+def _differ(key: str, first: int, second: int) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: ranks {first} and {second} hold different values under this key, and no layout "
+        "explains it. Make them equal, give each its own key, or wrap the value in PerRank if "
+        "every rank is meant to have its own."
+    )
+
+
+def _extras(
+    settled: Settled,
+    messages: Sequence["PlanMessage"],
+    leaders: Mapping[int, int],
+    stages: Sequence[StageManifest],
+) -> None:
+    """Compares values that belong to no parameter and finds one writer for each."""
+    known: dict[str, tuple[str, int]] = {}
+    for (stage, leader), manifest in zip(sorted(leaders.items()), stages, strict=True):
+        again = set()
+        for extra in manifest.extras:
+            digest, rank = known.setdefault(extra.key, (extra.digest, leader))
+            if digest != extra.digest:
+                raise _differ(extra.key, rank, leader)
+            if rank != leader:
+                again.add(extra.key)
+        for rank, message in enumerate(messages):
+            if message.grids[0].stage == stage:
+                settled.skip[rank] = set(again)
+    for rank, message in enumerate(messages):
+        for path, own in unpack(message.told.objects):
+            key = key_of(path)
+            digest, other = known.setdefault(key, (own, rank))
+            if digest != own:
+                raise _differ(key, other, rank)
+            if other == rank:
+                settled.write.setdefault(rank, set()).add(key)
+                settled.entries.append((key, path, BytesStorageMetadata(), key))
+
+
+def _replicas(messages: Sequence["PlanMessage"]) -> None:
+    """Checks that ranks at one place along a `PerRank` value's axes have one value."""
+    known: dict[str, tuple[str, int]] = {}
+    for rank, message in enumerate(messages):
+        for key, own in message.told.per_rank:
+            digest, other = known.setdefault(key, (own, rank))
+            if digest != own:
+                raise CheckpointError(
+                    f"{key}: ranks {other} and {rank} hold different values, but are at one place "
+                    "of the axes that the key names. Name the axes along which it differs in "
+                    "PerRank(value, axes=...)."
+                )
+
+
+def _boxes(settled: Settled, messages: Sequence["PlanMessage"]) -> None:
+    """Joins the boxes of tensors that describe themselves; equal ones are dealt to their ranks."""
+    tensors: dict[str, tuple[Path, Description, int]] = {}
+    holders: dict[str, dict[tuple[Shape, Shape], list[int]]] = {}
+    for rank, message in enumerate(messages):
+        for path, said in message.told.described:
+            key = key_of(path)
+            _, first, other = tensors.setdefault(key, (path, said, rank))
+            if (first.shape, first.dtype) != (said.shape, said.dtype):
+                raise CheckpointError(
+                    f"{key}: rank {other} says that it has shape {first.shape} and {first.dtype}, "
+                    f"rank {rank} says {said.shape} and {said.dtype}. Mend what describes it."
+                )
+            for part in said.parts:
+                holders.setdefault(key, {}).setdefault(part, []).append(rank)
+    loads = [0] * len(messages)
+    faults: list[str] = []
+    for key, (path, said, _) in tensors.items():
+        parts = holders.get(key, {})
+        for fault in tiling_faults(said.shape, parts):
+            faults.append(f"{key}: {fault} of shape {said.shape}{_clash(parts)}")
+        for (offsets, sizes), ranks in parts.items():
+            writer = min(ranks, key=lambda r: (loads[r], r))
+            loads[writer] += math.prod(sizes) * said.dtype.itemsize
+            for rank in ranks:
+                if rank != writer:
+                    settled.skip_boxes.setdefault(rank, set()).add((key, offsets))
+        chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in parts]
+        if not chunks and math.prod(said.shape) == 0:
+            chunks = [
+                ChunkStorageMetadata(torch.Size([0] * len(said.shape)), torch.Size(said.shape))
+            ]
+        properties = TensorProperties(dtype=said.dtype)
+        stored = TensorStorageMetadata(properties, torch.Size(said.shape), chunks)
+        settled.entries.append((key, path, stored, key))
+    if faults:
+        raise CheckpointError(
+            f"{summary(faults)}. What the ranks say of their own tensors does not fit together; "
+            "nothing was written."
+        )
+
+
+def _clash(parts: Mapping[tuple[Shape, Shape], Sequence[int]]) -> str:
+    """Says which two boxes begin at one place and differ in size, if any do."""
+    starts: dict[Shape, tuple[Shape, int]] = {}
+    for (offsets, sizes), ranks in parts.items():
+        other, rank = starts.setdefault(offsets, (sizes, ranks[0]))
+        if other != sizes:
+            return (
+                f" (two boxes at {offsets} differ in size, {other} on rank {rank} and {sizes} on "
+                f"rank {ranks[0]})"
+            )
+    return ""
+
+
+def _ties(
+    settled: Settled,
+    messages: Sequence["PlanMessage"],
+    leaders: Mapping[int, int],
+    stages: Sequence[StageManifest],
+) -> None:
+    """Finds the keys that need no copy of their own."""
+    for (stage, leader), manifest in zip(sorted(leaders.items()), stages, strict=True):
+        members = [(r, m) for r, m in enumerate(messages) if m.grids[0].stage == stage]
+        aliases: dict[str, str] = dict(messages[leader].told.tied_extras)
+        claimed = dict.fromkeys(itertools.chain.from_iterable(m.told.ties for _, m in members))
+        for tie in claimed:
+            if all(tie in m.told.ties or not _holds(tie, manifest, m) for _, m in members):
+                aliases.update(_keys(tie, manifest, members[0][1]))
+        skipped = settled.skip[leader]
+        aliases = {a: k for a, k in aliases.items() if a not in skipped and k not in skipped}
+        settled.aliases.update(aliases)
+        for rank, _ in members:
+            settled.skip[rank] |= aliases.keys()
+
+
+def _holds(tie: Tie, manifest: StageManifest, message: "PlanMessage") -> bool:
+    """Whether a rank stores anything of a tied parameter, so that it can tell whether it is."""
+    layout = manifest.layouts(tie.kind)[tie.alias]
+    grid = message.grids[tie.kind.chunk].of(layout.family)
+    return bool(layout.storage.numel(grid))
+
+
+def _keys(tie: Tie, manifest: StageManifest, message: "PlanMessage") -> dict[str, str]:
+    """Returns the keys of the parts of a tied parameter, each with that of its stored twin."""
+    layouts = manifest.layouts(tie.kind)
+    alias, stored = layouts[tie.alias], layouts[tie.stored]
+    grid = message.grids[tie.kind.chunk].of(alias.family)
+    place = tie.kind.place
+    return {
+        place.key(alias.key(frame)): place.key(stored.key(frame))
+        for frame in evaluate(alias.stages, grid, alias.fqn)
+    }
