@@ -7,7 +7,7 @@
 
 import dataclasses
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -233,7 +233,19 @@ class LayoutAwareLoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Takes the stored bytes of a Python value and puts it into the state dict."""
         target = self._target(read_item)
-        loaded = from_bytes(target.key, value, self._trust_pickle, target.scalar)
+        self._receive(target, from_bytes(target.key, value, self._trust_pickle, target.scalar))
+
+    def load_value(self, read_item: ReadItem, read: Callable[[Any], Any]) -> None:
+        """Takes a Python value from a storage reader that has no pickles.
+
+        Args:
+            read_item: The item.
+            read: Returns the value, given the one that it replaces.
+        """
+        target = self._target(read_item)
+        self._receive(target, read(target.scalar))
+
+    def _receive(self, target: Target, loaded: Any) -> None:
         if target.group is not None:
             target.group.receive(target.key, loaded)
         elif isinstance(target.scalar, torch.Tensor):

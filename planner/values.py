@@ -4,6 +4,7 @@
 |---|---|
 | `value_digest` | 16 hexadecimal digits over a value, equal for equal values in any process |
 | `to_bytes`, `from_bytes` | a value as DCP stores it, and back |
+| `classes_in` | the enums and dataclasses that a program itself holds |
 
 | value | comes back |
 |---|---|
@@ -163,7 +164,7 @@ def from_bytes(key: str, stream: io.BytesIO, trust_pickle: bool, like: Any = Non
         if trust_pickle:
             value = torch.load(stream, map_location="cpu", weights_only=False)
         else:
-            with _UNPICKLING, torch.serialization.safe_globals([*_SAFE, *_classes(like)]):
+            with _UNPICKLING, torch.serialization.safe_globals([*_SAFE, *classes_in(like)]):
                 value = torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
@@ -183,17 +184,17 @@ def from_bytes(key: str, stream: io.BytesIO, trust_pickle: bool, like: Any = Non
     return value
 
 
-def _classes(like: Any) -> Iterable[type]:
+def classes_in(like: Any) -> Iterable[type]:
     """Yields the enums and dataclasses in a value that the program itself holds."""
     if isinstance(like, Mapping):
         for child in (*like, *like.values()):
-            yield from _classes(child)
+            yield from classes_in(child)
     elif isinstance(like, list | tuple | set | frozenset):
         for child in like:
-            yield from _classes(child)
+            yield from classes_in(child)
     elif isinstance(like, enum.Enum):
         yield type(like)
     elif dataclasses.is_dataclass(like) and not isinstance(like, type):
         yield type(like)
         for field in dataclasses.fields(like):
-            yield from _classes(getattr(like, field.name, None))
+            yield from classes_in(getattr(like, field.name, None))
