@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 from .errors import LayoutError
+from .join import Join
 from .layout import Layout
 from .provider import LayoutProvider, Level, ParamInfo
 from .stages import Fuse, Stage
@@ -86,7 +87,8 @@ class LayoutRegistry:
                 provider = candidate
             if provider is not None:
                 for stage in provider.stages(param):
-                    (joined if isinstance(stage, Fuse) else stages).append(stage)
+                    early = level <= Level.PARALLEL and isinstance(stage, Fuse | Join)
+                    (joined if early else stages).append(stage)
                 rename = getattr(provider, "rename", None)
                 if rename is not None:
                     name = rename(param, name)

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from .grid import Grid
+from .join import Join
 from .layout import EXPERT, Layout
 from .stages import Concat, ExpertIndex, Fuse, Interleave, Shard, Stack, Stage, Unstack
 
@@ -23,6 +24,9 @@ def variants(layout: Layout, grid: Grid) -> Iterator[Layout]:
         layout: The layout that the providers gave.
         grid: The grid of its family.
     """
+    if any(suffix for s in layout.stages if isinstance(s, Join) for suffix, _, _ in s.tensors):
+        yield layout  # another project's tensors have one form
+        return
     for form in (layout, _joined(layout)):
         if form is not None:
             yield form
@@ -34,8 +38,8 @@ def variants(layout: Layout, grid: Grid) -> Iterator[Layout]:
 def _joined(layout: Layout) -> Layout | None:
     """Returns the layout with its components fused if they were split, and the reverse."""
     stages = layout.stages
-    if any(isinstance(stage, Fuse) for stage in stages):
-        kept = tuple(stage for stage in stages if not isinstance(stage, Fuse))
+    if any(isinstance(stage, Fuse | Join) for stage in stages):
+        kept = tuple(stage for stage in stages if not isinstance(stage, Fuse | Join))
         return dataclasses.replace(layout, stages=kept)
     for at, stage in enumerate(stages):
         if isinstance(stage, Concat | Interleave):

@@ -1,6 +1,7 @@
 """The files of a checkpoint, opened once each and read at given places."""
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy.typing as npt
 
 from shardplan.layouts import CheckpointError
 
-_OPEN = 64
+_OPEN = 256
 
 
 class Files:
@@ -21,6 +22,7 @@ class Files:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
         self.bytes_read = 0
 
     def path(self, name: str) -> Path:
@@ -53,15 +55,20 @@ class Files:
         view = out.data.cast("B")
         done = 0
         try:
-            descriptor = self._descriptor(name)
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], start + done)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{self.path(name)}: ends at byte {start + done}, but {len(view)} bytes "
-                        f"from {start} on belong to it. The file is truncated; restore it."
-                    )
-                done += count
+            descriptor, kept = self._descriptor(name)
+            try:
+                while done < len(view):
+                    count = os.preadv(descriptor, [view[done:]], start + done)
+                    if count == 0:
+                        raise CheckpointError(
+                            f"{self.path(name)}: ends at byte {start + done}, but {len(view)} "
+                            f"bytes from {start} on belong to it. The file is truncated; restore "
+                            "it."
+                        )
+                    done += count
+            finally:
+                if not kept:
+                    os.close(descriptor)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path(name)}: {error.strerror or error}. The checkpoint is incomplete; "
@@ -86,11 +93,14 @@ class Files:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def _descriptor(self, name: str) -> int:
-        found = self._open.pop(name, None)
-        if found is None:
+    def _descriptor(self, name: str) -> tuple[int, bool]:
+        """Returns an open file and whether it stays open; several threads may read at a time."""
+        with self._lock:
+            found = self._open.get(name)
+            if found is not None:
+                return found, True
+            opened = os.open(self.path(name), os.O_RDONLY)
             if len(self._open) >= _OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            found = os.open(self.path(name), os.O_RDONLY)
-        self._open[name] = found  # the last one used stands last
-        return found
+                return opened, False
+            self._open[name] = opened
+            return opened, True
