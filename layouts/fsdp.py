@@ -182,7 +182,12 @@ class DTensorStorage:
     def stages(self, param: ParamInfo) -> tuple[Stage, ...]:
         for matches, cuts in self._rules:
             if matches(param.fqn):
-                return (Cuts(param.local_shape, cuts),)
+                stage = Cuts(param.local_shape, cuts)
+                try:
+                    stage.held(param.grid)
+                except LayoutError as error:
+                    raise LayoutError(f"{param.fqn}: {error}. Mend the cut's sizes.") from None
+                return (stage,)
         return (dtensor_cuts(param),)
 
 
