@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from .join import Join
 from .provider import Level, ParamInfo, attribute, matcher
 from .stages import Concat, Fuse, Part, Stage
 
@@ -30,6 +31,8 @@ class GDN:
         components_of: For each pattern of names, the global rows of each component in order.
         components: `'split'` writes `….query` and so on; `'fused'` keeps one tensor in
             canonical order, as a model without tensor parallelism holds it.
+        fused_over: With `'fused'`, the tensor-parallel size whose order the one tensor has:
+            Megatron-LM's own loop never splits it, and writes rank after rank.
 
     Source: megatron/core/ssm/gated_delta_net; the names are those of its fsdp_dtensor path.
     """
@@ -42,12 +45,14 @@ class GDN:
         components_of: Mapping[str, Mapping[str, int]] | None = None,
         *,
         components: Literal["split", "fused"] = "split",
+        fused_over: int = 1,
     ) -> None:
         self._rules = [
             (matcher([pattern]), tuple(sizes.items()))
             for pattern, sizes in (components_of or {}).items()
         ]
         self._fused = components == "fused"
+        self._fused_over = fused_over
 
     def claims(self, param: ParamInfo) -> bool:
         if any(matches(param.fqn) for matches, _ in self._rules):
@@ -68,7 +73,12 @@ class GDN:
             if _role(param.fqn, owner) == "conv1d":
                 parts = tuple(part for part in parts if part[0] in _CONVOLVED)
         split = Concat(0, tuple(("." + name, size) for name, size in parts), "GDN components")
-        return (split, Fuse(0)) if self._fused else (split,)
+        if not self._fused:
+            return (split,)
+        if self._fused_over == 1:
+            return (split, Fuse(0))
+        suffixes = tuple(suffix for suffix, _ in split.parts)
+        return (split, Join(0, (("", suffixes, self._fused_over),)))
 
 
 def _owner(param: ParamInfo) -> tuple[str, Any]:

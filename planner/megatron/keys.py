@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from shardplan.layouts import Fuse, Join, Layout
 from shardplan.layouts.model import WRAPPERS, clean_name
 
 from ..entries import Found, Names, Path
@@ -44,7 +45,7 @@ class FsdpDtensorNames(Names):
         kept = tuple(chunks)
         super().__init__((chunk.section, chunk.layouts) for chunk in kept)
         self._components = [
-            {fqn: found for fqn, layout in chunk.layouts.items() if (found := components(layout))}
+            {fqn: found for fqn, layout in chunk.layouts.items() if (found := split_parts(layout))}
             for chunk in kept
         ]
 
@@ -80,6 +81,13 @@ class FsdpDtensorNames(Names):
                         place = found.place._replace(head=_prefix(element), tail=suffix)
                         return found._replace(place=place)
         return None
+
+
+def split_parts(layout: Layout) -> tuple[str, ...]:
+    """Returns the suffixes of the components that stand one by one on disk."""
+    if any(isinstance(stage, Fuse | Join) for stage in layout.stages):
+        return ()
+    return components(layout)
 
 
 def _prefix(element: str) -> str:
@@ -129,7 +137,7 @@ def _split(
         if found is None:
             continue
         layout = chunks[found.chunk].layouts[found.fqn]
-        parts = components(layout)
+        parts = split_parts(layout)
         grid = chunks[found.chunk].grids.of(layout.family)
         scalars = {
             slot: value

@@ -109,11 +109,12 @@ class Job:
         return checkpointing.preprocess_fsdp_dtensor_state_dict(arguments, state, wrapped)
 
 
-def layouts(gdn: bool):
-    """The providers for keys with a Gated DeltaNet's components, or whole as Megatron-LM's own."""
-    if gdn:
+def layouts(fused: int | None):
+    """The built-in providers, or those for whole Gated DeltaNet projections of so many ranks."""
+    if fused is None:
         return None
-    return [p for p in DEFAULT_LAYOUTS if not isinstance(p, GDN)] + [GDN(components="fused")]
+    others = [p for p in DEFAULT_LAYOUTS if not isinstance(p, GDN)]
+    return [*others, GDN(components="fused", fused_over=fused)]
 
 
 def save_theirs(parallel: dict, path: str, gdn: bool = True, **changes) -> dict:
@@ -136,21 +137,23 @@ def load_theirs(parallel: dict, path: str, gdn: bool = True, **changes) -> dict:
 
 
 def save_ours(
-    parallel: dict, path: str, gdn: bool = True, everywhere: bool = False, **changes
+    parallel: dict, path: str, fused: int | None = None, everywhere: bool = False, **changes
 ) -> dict:
     job = Job(parallel, fill=True, everywhere=everywhere, **changes)
     with Calls() as calls:
-        save_checkpoint(job.model, job.optimizer, path, iteration=11, layouts=layouts(gdn))
+        save_checkpoint(job.model, job.optimizer, path, iteration=11, layouts=layouts(fused))
     return {"collectives": calls.by_name, "states": len(job.optimizer.optimizer.state)}
 
 
-def load_ours(parallel: dict, path: str, gdn: bool = True, fresh: bool = False, **changes) -> dict:
+def load_ours(
+    parallel: dict, path: str, fused: int | None = None, fresh: bool = False, **changes
+) -> dict:
     """Loads into a model of -1s; `fresh` leaves the optimizer as it is before its first step."""
     job = Job(parallel, fill=False, everywhere=False, **changes)
     if fresh:
         job.optimizer.optimizer.state.clear()
     with Calls() as calls:
-        loaded = load_checkpoint(job.model, job.optimizer, path, layouts=layouts(gdn))
+        loaded = load_checkpoint(job.model, job.optimizer, path, layouts=layouts(fused))
     return {
         "wrong": job.wrong(),
         "iteration": loaded.iteration,
