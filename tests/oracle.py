@@ -45,6 +45,7 @@ class Program:
 
         ("concat", dim, ((suffix, size), ...))        ("interleave", dim, groups, ((suffix, size), ...))
         ("shard", dim, axis)                          ("fuse", dim)
+        ("join", dim, ((suffix, (component, ...), groups), ...))
         ("unpad", dim, size)                          ("permute", dims)
         ("expert", local index, local count, axis, table or None)
         ("unstack",)                                  ("stack", number of experts)
@@ -109,6 +110,12 @@ def _trail(program: Program) -> list[dict[Key, tuple[int, ...]]]:
                     before = after.get(("", expert))
                     at[dim] += before[dim] if before else 0
                     after["", expert] = tuple(at)
+                case ("join", dim, joined):
+                    for name, parts, _ in joined:
+                        if suffix in parts:
+                            before = after.get((name, expert))
+                            at[dim] += before[dim] if before else 0
+                            after[name, expert] = tuple(at)
                 case ("unpad", dim, size):
                     at[dim] = size
                     after[suffix, expert] = tuple(at)
@@ -182,6 +189,16 @@ def _undo(
             (fused,) = tensors.values()
             parts = torch.split(fused, [shape[dim] for shape in before.values()], dim)
             return dict(zip(before, parts, strict=True))
+        case ("join", dim, joined):
+            components = {}
+            for name, names, groups in joined:
+                woven = tensors[name, None].unflatten(
+                    dim, (groups, tensors[name, None].shape[dim] // groups)
+                )
+                each = [before[part, None][dim] // groups for part in names]
+                for part, rows in zip(names, torch.split(woven, each, dim + 1), strict=True):
+                    components[part, None] = rows.flatten(dim, dim + 1)
+            return components
         case ("unpad", dim, _):
             padded = {}
             for key, tensor in tensors.items():

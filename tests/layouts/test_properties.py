@@ -32,6 +32,7 @@ from shardplan.layouts import (
     Fuse,
     Grid,
     Interleave,
+    Join,
     Layout,
     LayoutError,
     Permute,
@@ -80,6 +81,8 @@ def stage(step):
             return Shard(dim, axis)
         case ("fuse", dim):
             return Fuse(dim)
+        case ("join", dim, joined):
+            return Join(dim, joined)
         case ("unpad", dim, size):
             return Unpad(dim, size)
         case ("permute", dims):
@@ -283,6 +286,20 @@ def expert_programs(draw):
 
 
 @st.composite
+def joins(draw, dim, sizes):
+    """Components put together in any order, whole or woven in groups that divide them."""
+    names = draw(st.permutations(list(sizes)))
+    edges = [0, *sorted(draw(st.sets(st.integers(1, len(names)))) - {len(names)}), len(names)]
+    joined = []
+    for i, (first, last) in enumerate(itertools.pairwise(edges)):
+        parts = tuple(names[first:last])
+        common = math.gcd(*(sizes[part] for part in parts)) or 3
+        groups = draw(st.sampled_from([n for n in range(1, common + 1) if common % n == 0]))
+        joined.append((f".{i}", parts, groups))
+    return ("join", dim, tuple(joined))
+
+
+@st.composite
 def chains(draw):
     """Stages that built-in providers do not combine: nested components, padding, transposes."""
     axes = draw(grids(("dp_replicate", "dp_shard", "cp", "tp")))
@@ -305,10 +322,18 @@ def chains(draw):
         at = draw(st.integers(0, len(shape) - 1))
         steps.append(("shard", at, axis))
         shapes = [s[:at] + (s[at] * size_of[axis],) + s[at + 1 :] for s in shapes]
-    if not nested and draw(st.booleans()):
-        at = step[1]
+    form = "apart" if nested else draw(st.sampled_from(("apart", "fused", "joined")))
+    at = step[1]
+    if form == "fused":
         steps.append(("fuse", at))
         shapes = [shapes[0][:at] + (sum(s[at] for s in shapes),) + shapes[0][at + 1 :]]
+    elif form == "joined":
+        size = {name: s[at] for (name, _), s in zip(step[-1], shapes, strict=True)}
+        steps.append(draw(joins(at, size)))
+        shapes = [
+            shapes[0][:at] + (sum(size[part] for part in parts),) + shapes[0][at + 1 :]
+            for _, parts, _ in steps[-1][2]
+        ]
     if draw(st.booleans()):
         at = draw(st.integers(0, len(shape) - 1))
         steps.append(("unpad", at, draw(st.integers(0, min(s[at] for s in shapes)))))

@@ -13,6 +13,7 @@ from shardplan.layouts import (
     Fuse,
     Grid,
     Grids,
+    Join,
     LayoutError,
     LayoutProvider,
     LayoutRegistry,
@@ -84,6 +85,14 @@ def test_components_are_fused_again_when_each_of_them_is_global():
     assert (Whole((4, 2)), halves, Fuse(0)) == stages
 
 
+@pytest.mark.parametrize("stage", [Fuse(0), Join(0, (("", ("_w", "_v"), 1),))])
+def test_parts_may_be_joined_at_a_later_level_too(stage):
+    halves = Concat(0, (("_w", 2), ("_v", 2)))
+    for level in (Level.PADDING, Level.FORMAT):
+        providers = [Provider("c", Level.COMPONENT, (halves,)), Provider("f", level, (stage,))]
+        assert (Whole((4, 2)), halves, stage) == LayoutRegistry(providers).layout(info()).stages
+
+
 def test_one_that_does_not_claim_is_not_asked_for_stages():
     silent = Provider("s", Level.PARALLEL, None, claims=False)
     assert (Whole((4, 2)),) == LayoutRegistry([silent]).layout(info()).stages
@@ -95,7 +104,7 @@ def test_equal_chains_are_shared():
 
 
 def test_the_levels():
-    assert ["STORAGE", "COMPONENT", "PARALLEL", "PADDING", "EXPERT", "NAME"] == [
+    assert ["STORAGE", "COMPONENT", "PARALLEL", "PADDING", "EXPERT", "NAME", "FORMAT"] == [
         level.name for level in sorted(Level)
     ]
 
@@ -149,7 +158,7 @@ def test_a_level_that_is_none_is_refused(level):
         LayoutRegistry([Provider("mine", level)])
     assert str(error.value) == (
         f"the layout provider 'mine' has the level {level!r}, which is none of STORAGE, COMPONENT, "
-        "PARALLEL, PADDING, EXPERT, NAME. It would never be asked."
+        "PARALLEL, PADDING, EXPERT, NAME, FORMAT. It would never be asked."
     )
     LayoutRegistry([Provider("mine", 4)])
 

@@ -13,6 +13,7 @@ from shardplan.layouts import (
     FlatRanges,
     Fuse,
     Interleave,
+    Join,
     Layout,
     LayoutError,
     Permute,
@@ -67,6 +68,10 @@ WRITTEN = [
     ),
     (Shard(0, "tp"), ["Shard", {"dim": 0, "axis": "tp"}]),
     (Fuse(1), ["Fuse", {"dim": 1}]),
+    (
+        Join(0, (("_qk", (".q", ".k"), 2), ("_v", (".v",), 1))),
+        ["Join", {"dim": 0, "tensors": [["_qk", [".q", ".k"], 2], ["_v", [".v"], 1]]}],
+    ),
     (Unpad(0, 10), ["Unpad", {"dim": 0, "size": 10}]),
     (Permute((1, 0)), ["Permute", {"dims": [1, 0]}]),
     (
