@@ -48,7 +48,7 @@ token whose second and third best experts tie within rounding: sending it to the
 losses by up to 2e-4. A resume that forgets Adam's moments is off by 4e-2 after one step.
 """
 
-TIMEOUT_SECONDS = 150.0
+TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(slots=True)

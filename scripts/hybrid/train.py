@@ -113,7 +113,7 @@ class Job:
         if spoil:
             self._flip_a_bit()
         write_line(f"rank {self.rank}: {report}")
-        irregular = self._on_any_rank([*report.missing, *report.converted])
+        irregular = self._on_any_rank([*report.missing, *report.unexpected, *report.converted])
         outcome = [True]
         held = self.global_tensors()
         if held is not None:
