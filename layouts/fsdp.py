@@ -128,6 +128,13 @@ class FSDPFlatBuffer:
                     f"{param.grid.count(axes)} ranks",
                     "Give the buffer's axes, or the grid that cut it.",
                 )
+            end = offset + math.prod(shape)
+            if end > length * buffer.shard_count:
+                raise param.fail(
+                    f"its elements [{offset}, {end}) do not fit into the buffer's "
+                    f"{buffer.shard_count} slices of {length}",
+                    "Give the buffer's real shard_size.",
+                )
             return (FlatBuffer(shape, axes, offset, length),)
         for matches, bounds in self._rules:
             if matches(param.fqn):

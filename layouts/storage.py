@@ -207,6 +207,14 @@ class Cut:
     split_factor: int = 1
     sizes: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.split_factor < 1:
+            raise LayoutError(
+                f"a cut along {self.axis} can't have the split factor {self.split_factor}"
+            )
+        if any(size < 0 for size in self.sizes or ()):
+            raise LayoutError(f"a cut along {self.axis} has a negative size in {self.sizes}")
+
     def take(self, held: list[Interval], grid: Grid) -> list[Interval]:
         """Returns the part that the rank keeps of `held`, a list of ranges of the dim."""
         length = sum(stop - start for start, stop in held)

@@ -181,6 +181,17 @@ def test_a_buffer_that_contradicts_the_parameter_or_the_grid_is_refused():
     )
 
 
+def test_a_parameter_that_its_buffer_has_no_room_for_is_refused():
+    """What lies behind the last slice would be on no rank, and so not in the checkpoint."""
+    buffer = BufferDescription({"w": (4, 2)}, 2, shard_size=3)
+    with pytest.raises(LayoutError) as error:
+        FSDPFlatBuffer(buffers=[buffer]).stages(info())
+    assert str(error.value) == (
+        "w: its elements [0, 8) do not fit into the buffer's 2 slices of 3 (dp_shard 0/2). Give "
+        "the buffer's real shard_size."
+    )
+
+
 # Megatron-FSDP's live parameters ----------------------------------------------------------------------------------
 
 

@@ -153,6 +153,7 @@ def test_any_difference_changes_the_digest(other):
         ["Cuts", {"shape": [1], "cuts": [3]}],
         ["Cuts", {"shape": [1], "cuts": [{"dim": 0}]}],
         ["Cuts", {"shape": [1], "cuts": [{"dim": 1, "axis": "dp"}]}],
+        ["Cuts", {"shape": [1], "cuts": [{"dim": 0, "axis": "dp", "split_factor": 0}]}],
         ["FlatRanges", {"shape": [2], "shard_axes": ["dp"], "ranges": [[0]]}],
         ["FlatBuffer", {"shape": [2], "shard_axes": ["dp"], "offset": None, "shard_size": 1}],
         ["ExpertIndex", {"local_expert_index": 2, "num_local_experts": 2}],

@@ -228,6 +228,19 @@ def test_a_cut_of_a_dim_that_is_not_there_is_refused(dim):
         Cuts((5, 2), (Cut(dim, "dp"),))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split_factor": 0}, "a cut along dp can't have the split factor 0"),
+        ({"sizes": (6, -1)}, "a cut along dp has a negative size in (6, -1)"),
+    ],
+)
+def test_a_cut_that_can_not_be_is_refused(options, message):
+    with pytest.raises(LayoutError) as error:
+        Cut(0, "dp", **options)
+    assert message == str(error.value)
+
+
 PLACEMENTS = [
     (("S", 0, 1),),
     (("S", 1, 1),),
