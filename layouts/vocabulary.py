@@ -14,7 +14,7 @@ class VocabularyPadding:
 
     | form | reads |
     |---|---|
-    | `VocabularyPadding()` | `vocab_size` of the module that owns the parameter, the true size |
+    | `VocabularyPadding()` | `vocab_size` of the module that owns the parameter, the true size, if the parameter has so many rows |
     | `VocabularyPadding({"*.word_embeddings.weight": 50257})` | the true size by name |
 
     Args:
@@ -36,7 +36,9 @@ class VocabularyPadding:
                 return size
         if param.owners and param.local_shape:
             own = attribute(param.owners[-1][1], "vocab_size")
-            return own if isinstance(own, int) else None
+            rows = param.local_shape[0] * param.grid.size(param.axis("tp", "etp"))
+            # A module may know its vocabulary and own other parameters too; they are shorter.
+            return own if isinstance(own, int) and rows >= own else None
         return None
 
     def claims(self, param: ParamInfo) -> bool:

@@ -102,6 +102,24 @@ def test_a_live_owner_knows_the_true_size(vocab_size, shape):
     assert (3,) == layouts["norm.weight"].slabs(grids.dense)[0].global_shape
 
 
+def test_other_parameters_of_a_module_with_a_vocabulary_are_left_alone():
+    """minGPT's model owns its position embedding itself, and knows the size of its vocabulary."""
+
+    class Owner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vocab_size = 10
+            self.weight = torch.nn.Parameter(torch.zeros(12, 3))
+            self.positions = torch.nn.Parameter(torch.zeros(1, 4, 3))
+            self.scale = torch.nn.Parameter(torch.zeros(()))
+
+    grids = Grids.from_sizes(0)
+    layouts = model_layouts(Owner(), grids, LayoutRegistry([VocabularyPadding()]))
+    assert {"weight": (10, 3), "positions": (1, 4, 3), "scale": ()} == {
+        fqn: layout.slabs(grids.dense)[0].global_shape for fqn, layout in layouts.items()
+    }
+
+
 def test_a_vocab_size_that_is_no_number_is_not_one():
     owner = types.SimpleNamespace(vocab_size="10")
     param = ParamInfo("w", (12, 3), Grids.from_sizes(0).dense, owners=(("", owner),))
