@@ -9,6 +9,7 @@ if __name__ != "shardplan.planner":
 from shardplan.layouts import CheckpointError, Grids, LayoutError
 
 from .load import LayoutAwareLoadPlanner
+from .per_rank import PerRank
 from .policies import LoadPolicies
 from .report import LoadReport
 from .save import LayoutAwareSavePlanner
@@ -21,4 +22,5 @@ __all__ = [
     "LayoutError",
     "LoadPolicies",
     "LoadReport",
+    "PerRank",
 ]

@@ -18,6 +18,7 @@ from .compat import local_tensor
 from .conversion import exact_number
 from .entries import Path, put, reach
 from .groups import EqualValues, GroupLoad
+from .per_rank import PerRank
 from .report import LoadReport
 
 
@@ -31,6 +32,9 @@ class Target:
         tensor: The tensor to fill, None for a Python value.
         box: The requested box with its view of the tensor's storage.
         group: What takes the value instead: parameter groups, or values that must be equal.
+        scalar: The value that is replaced.
+        as_number: Whether what is read is a number of another kind.
+        holder: What takes the value instead, as its own value of this rank.
     """
 
     key: str
@@ -40,6 +44,7 @@ class Target:
     group: GroupLoad | EqualValues | None = None
     scalar: Any = None
     as_number: bool = False
+    holder: PerRank | None = None
 
 
 class Delivery:

@@ -3,6 +3,7 @@
 | name | does |
 |---|---|
 | `unexpected_keys` | the keys of the loaded sections that no shard of the model would ask for |
+| `unfilled` | empty containers for which the checkpoint has values of this rank's parameters |
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,7 @@ def unexpected_keys(
     held: Sequence[Holding],
     chunks: Sequence[Chunk],
     group_prefixes: Sequence[str],
+    rank_prefixes: Sequence[str] = (),
 ) -> list[str]:
     """Returns the keys in the loaded sections that neither this rank nor another shard asks for.
 
@@ -40,6 +42,7 @@ def unexpected_keys(
         held: What this rank holds.
         chunks: The model's chunks.
         group_prefixes: Keys of the lists of parameter groups, with their last dot.
+        rank_prefixes: Keys of values of which every rank has its own, up to the index.
     """
     known = set(loaded)
     sections = {key.partition(".")[0] for key in known}
@@ -61,10 +64,52 @@ def unexpected_keys(
     def expected(key: str) -> bool:
         if clean_name(key) in explained:
             return True
+        if any(key.startswith(p) and key[len(p) :].isdigit() for p in rank_prefixes):
+            return True
         prefix = next((p for p in group_prefixes if key.startswith(p)), None)
         return prefix is not None and key[len(prefix) :].rpartition(".")[0] in grouped
 
     return [key for key in left if not expected(key)]
+
+
+def unfilled(
+    empty: Iterable[str],
+    left: Sequence[str],
+    held: Sequence[Holding],
+    chunks: Sequence[Chunk],
+) -> dict[str, list[str]]:
+    """Returns empty containers below which the checkpoint has values of this rank's parameters.
+
+    An optimizer that has not stepped has an empty `state`, and so has a rank that stores nothing.
+
+    Args:
+        empty: Keys of empty containers.
+        left: The checkpoint's keys that nothing asks for.
+        held: What this rank holds.
+        chunks: The model's chunks.
+
+    Returns:
+        For each such container the checkpoint's keys below it.
+    """
+    below = {key: [k for k in left if k.startswith(key + ".")] for key in empty}
+    if not any(below.values()):
+        return {}
+    names = set()
+    for holding in held:
+        if holding.kind.role == SHARD and not holding.kind.place.slot:
+            grid = chunks[holding.kind.chunk].grids.of(holding.layout.family)
+            for frame in holding.layout.frames(grid):
+                if frame.boxes:
+                    names.add(holding.layout.key(frame))
+
+    def mine(name: str) -> bool:
+        return name in names or (name.isdigit() and bool(names))
+
+    found = {
+        key: [k for k in keys if mine(k[len(key) + 1 :].rpartition(".")[0])]
+        for key, keys in below.items()
+    }
+    return {key: keys for key, keys in found.items() if keys}
 
 
 class _ChunkNames:

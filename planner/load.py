@@ -8,6 +8,7 @@
 import dataclasses
 import io
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,19 @@ from .delivery import Delivery, Target
 from .entries import Path, key_of, reach
 from .groups import GroupLoad
 from .holdings import sort_values
-from .leftover import unexpected_keys
+from .leftover import unexpected_keys, unfilled
 from .manifest import SHARD
 from .materialize import materialize
 from .optimizer import Named, by_name, group_members, names_of, optimizer_names
+from .per_rank import Seat
 from .policies import LoadPolicies, PaddingPolicy
 from .reading import Saved
 from .report import LoadReport
 from .requests import Requests
 from .snapshot import Snapshot
 from .table import build_table
+from .tied import shared_memory
+from .twins import Twins
 from .values import from_bytes
 from .views import view, write_back
 from .without_gc import without_gc
@@ -119,6 +123,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         self._requests = Requests(
             self._saved, self._table.grids, self._policies, self.report, self._delivery
         )
+        self._twins = Twins()
         self._left = 0
 
     def set_up_planner(
@@ -150,6 +155,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 self.report.materialized += map(key_of, made)
             named = self._named(snapshot.paths, raw)
             holdings = sort_values(self._table, [(n.path, raw[n.number]) for n in named])
+            self._twins = Twins(shared_memory([raw[n.number] for n in named]))
             for held in holdings.held:
                 value, path = (
                     raw[named[held.number].number],
@@ -157,14 +163,28 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 )
                 chunk = holdings.chunks[held.kind.chunk]
                 if held.kind.role == SHARD:
-                    self._requests.shard(held, value, chunk.grids)
+                    ask = partial(self._requests.shard, held, grids=chunk.grids)
+                    if held.number in self._twins:
+                        form = self._requests.form(held, chunk.grids)
+                        self._twins.add(held.number, value, form.keys, form.found, ask)
+                    else:
+                        self._requests.shard(held, value, chunk.grids)
                 else:
                     forms = names_of(held.layout, chunk.grids.of(held.layout.family))
                     self._requests.scalar(held.kind.place, forms, path, value)
             for number, path in holdings.extras:
-                self._requests.value(
-                    key_of(path), snapshot.paths[named[number].number], raw[named[number].number]
-                )
+                key, value = key_of(path), raw[named[number].number]
+                if number in self._twins:
+                    ask = partial(self._requests.value, key, ())  # filled in place
+                    self._twins.add(number, value, [key], [self._saved.key(key)], ask)
+                else:
+                    self._requests.value(key, snapshot.paths[named[number].number], value)
+            self._twins.plan(self._saved, self.report)
+            for number, path in holdings.described:
+                self._requests.described(key_of(path), raw[named[number].number])
+            for number, path in holdings.per_rank:
+                key, value = key_of(path), raw[named[number].number]
+                self._requests.per_rank(key, value, Seat(key, value, self._table.grids))
             for group in self._requests.groups:
                 for key in group.wanted() if isinstance(group, GroupLoad) else ():
                     self._requests.group_value(group, key)
@@ -175,7 +195,21 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             holdings.held,
             holdings.chunks,
             [g.prefix for g in self._requests.groups if isinstance(g, GroupLoad)],
+            self._requests.rank_prefixes,
         )
+        empty = unfilled(
+            self._requests.empty, self.report.unexpected, holdings.held, holdings.chunks
+        )
+        if empty and self._policies.missing == "error":
+            raise CheckpointError(
+                summary(
+                    f"{key}: empty here, but the checkpoint has {len(keys)} values below it, such "
+                    f"as {keys[0]} ({self._table.grids.facts()})"
+                    for key, keys in empty.items()
+                )
+                + " Build the state before loading: torch's get_optimizer_state_dict does so for an "
+                "optimizer that has not stepped. Or pass strict=False to go on without these values."
+            )
         if self.report.unexpected and self._policies.unexpected == "error":
             raise CheckpointError(
                 summary(f"{key}: nothing asks for it" for key in self.report.unexpected)
@@ -233,7 +267,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Takes the stored bytes of a Python value and puts it into the state dict."""
         target = self._target(read_item)
-        self._receive(target, from_bytes(target.key, value, self._trust_pickle, target.scalar))
+        self._receive(target, from_bytes(target.key, value, self._trust_pickle, _like(target)))
 
     def load_value(self, read_item: ReadItem, read: Callable[[Any], Any]) -> None:
         """Takes a Python value from a storage reader that has no pickles.
@@ -243,10 +277,12 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             read: Returns the value, given the one that it replaces.
         """
         target = self._target(read_item)
-        self._receive(target, read(target.scalar))
+        self._receive(target, read(_like(target)))
 
     def _receive(self, target: Target, loaded: Any) -> None:
-        if target.group is not None:
+        if target.holder is not None:
+            target.holder.value = loaded
+        elif target.group is not None:
             target.group.receive(target.key, loaded)
         elif isinstance(target.scalar, torch.Tensor):
             self._delivery.set_number(target, loaded)
@@ -279,6 +315,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
 
     def _finish(self) -> None:
         """Completes what needs all reads: padding and parameter groups; lets go of tensors."""
+        self._twins.check()
         for key, tensor, boxes in self._requests.pads:
             self.report.padded.append(key)
             for box in boxes if self._policies.padding == "zero" else ():
@@ -299,6 +336,11 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             self.report.missing += missing
         self._root, self._saved = {}, Saved(Metadata({}))
         self._begin()
+
+
+def _like(target: Target) -> Any:
+    """Returns the value that a target replaces."""
+    return target.scalar if target.holder is None else target.holder.value
 
 
 class QuietLoadPlan(LoadPlan):

@@ -8,15 +8,16 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorStorageMetadata,
 )
 
@@ -65,8 +66,24 @@ class Saved:
         paths = metadata.planner_data
         listed = paths.get(UNPADDED, ()) if isinstance(paths, dict) else ()
         self.unpadded: frozenset[str] = frozenset(listed)
+        places = metadata.storage_data
+        self._places: Mapping[Any, Any] = places if isinstance(places, Mapping) else {}
         self._clean: dict[str, str] | None = None
         self._indexes: dict[int, _ChunkIndex] = {}
+
+    def same_places(self, keys: Sequence[str], others: Sequence[str]) -> bool:
+        """Returns whether two lists of keys lie at the same places: one stored copy, two names."""
+        return len(keys) == len(others) and all(map(self._same_place, keys, others))
+
+    def _same_place(self, key: str, other: str) -> bool:
+        a, b = self.stored[key], self.stored[other]
+        if not isinstance(a, TensorStorageMetadata) or a != b:
+            return False
+        for chunk in a.chunks:
+            place = self._places.get(MetadataIndex(key, chunk.offsets))
+            if place is None or place != self._places.get(MetadataIndex(other, chunk.offsets)):
+                return False
+        return True
 
     def key(self, key: str) -> str | None:
         """Returns the name that the checkpoint has for a key, wrappers' tokens aside."""

@@ -7,7 +7,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -20,19 +20,37 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from shardplan.layouts import CheckpointError, Grids, Layout, Unpad
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
-from shardplan.layouts.slab import Box, contiguous_strides
+from shardplan.layouts.slab import Box, Frame, contiguous_strides
 from shardplan.layouts.variants import variants
 
 from .compat import local_tensor
 from .conversion import conversion_fault
 from .delivery import Delivery, Target
+from .described import describe, part_of
 from .entries import Path, Place
 from .groups import EqualValues, GroupLoad
 from .holdings import Holding
 from .optimizer import Forms
+from .per_rank import PerRank, Seat, indices_saved
 from .policies import LoadPolicies
 from .reading import Saved
 from .report import LoadReport
+
+
+class Form(NamedTuple):
+    """One of the forms that a parameter may have on disk.
+
+    Attributes:
+        layout: The layout of that form.
+        frames: The tensors that it consists of.
+        keys: Their keys.
+        found: The checkpoint's names of them, None for those that it lacks.
+    """
+
+    layout: Layout
+    frames: tuple[Frame, ...]
+    keys: list[str]
+    found: list[str | None]
 
 
 class Requests:
@@ -51,6 +69,8 @@ class Requests:
         groups: Parameter groups and scalars that are put together once all is read.
         pads: Key, tensor and boxes of padding, which nothing on disk fills.
         faults: What does not fit.
+        empty: Keys of empty containers that the checkpoint does not have as such.
+        rank_prefixes: Keys of values of which every rank has its own, up to the index.
     """
 
     def __init__(
@@ -71,23 +91,28 @@ class Requests:
         self.groups: list[GroupLoad | EqualValues] = []
         self.pads: list[tuple[str, torch.Tensor, list[Box]]] = []
         self.faults: list[str] = []
+        self.empty: list[str] = []
+        self.rank_prefixes: list[str] = []
+
+    def form(self, held: Holding, grids: Grids) -> Form:
+        """Returns the form of a parameter that the checkpoint has, its own if it has none."""
+        grid = grids.of(held.layout.family)
+        own: Form | None = None
+        for layout in variants(held.layout, grid):
+            frames = evaluate(layout.stages, grid, layout.fqn)
+            keys = [held.kind.place.key(layout.key(frame)) for frame in frames]
+            form = Form(layout, frames, keys, [self._saved.key(key) for key in keys])
+            if any(form.found):
+                return form
+            own = own or form
+        assert own is not None  # the first variant is the layout itself
+        return own
 
     def shard(self, held: Holding, tensor: torch.Tensor, grids: Grids) -> None:
         """Plans the reads that fill what a rank holds of a parameter."""
         saved = self._saved
         assert held.kind.dtype is not None  # shards are tensors
-        grid = grids.of(held.layout.family)
-        for layout in variants(held.layout, grid):
-            frames = evaluate(layout.stages, grid, layout.fqn)
-            keys = [held.kind.place.key(layout.key(frame)) for frame in frames]
-            found = [saved.key(key) for key in keys]
-            if any(found):
-                break
-        else:
-            layout = held.layout
-            frames = evaluate(layout.stages, grid, layout.fqn)
-            keys = [held.kind.place.key(layout.key(frame)) for frame in frames]
-            found = [None] * len(keys)
+        layout, frames, keys, found = self.form(held, grids)
         padding = {s.dim for s in layout.stages if isinstance(s, Unpad)}
         for frame, key, name in zip(frames, keys, found, strict=True):
             if name is None:
@@ -101,6 +126,65 @@ class Requests:
                 self._read_box(name, tensor, box, grids)
         if padding and not any(name is None for name in found):
             self._pad(keys[0], layout, tensor, [b for f in frames for b in f.boxes], grids)
+
+    def described(self, key: str, tensor: torch.Tensor) -> None:
+        """Plans the reads that fill the boxes of a tensor that describes itself."""
+        said = describe(key, tensor)
+        name = self._saved.key(key)
+        if name is None:
+            self._report.missing.append(key)
+            return
+        stored = self._saved.stored[name]
+        if not self._fits(name, stored, said.shape, said.dtype, set(), self._grids):
+            return
+        self._report.loaded.append(name)
+        for offsets, sizes in said.parts:
+            box = Box(offsets, sizes, 0, contiguous_strides(sizes))
+            self._read_box(name, part_of(key, tensor, offsets), box, self._grids)
+
+    def per_rank(self, key: str, value: PerRank, seat: Seat) -> None:
+        """Plans the read of this rank's own value."""
+        saved, ranks = self._saved, self._report.ranks
+        prefix = f"{key}.{value.label}_"
+        self.rank_prefixes.append(prefix)
+        found = indices_saved(saved.stored, prefix)
+        whole = saved.key(key)
+        if not found:
+            if whole is None:
+                self._report.missing.append(key)
+            else:
+                ranks[key] = "one value was saved for all ranks"
+                self._request(Target(whole, (), None, holder=value), None)
+            return
+        count = len(found)
+        if found != list(range(count)):
+            self.faults.append(f"{key}: the checkpoint has values of the ranks {found} only.")
+            return
+        if count > seat.count:
+            gone = f"{seat.count} to {count - 1}" if count > seat.count + 1 else str(seat.count)
+            if self._policies.fewer_ranks == "error":
+                self.faults.append(
+                    f"{key}: {count} ranks saved a value of their own and {seat.count} load, so that "
+                    f"of {value.label} {gone} would be lost ({self._grids.facts()}). Pass "
+                    "policies=LoadPolicies(fewer_ranks='drop') if that is meant."
+                )
+                return
+            ranks[key] = f"dropped the value of {value.label} {gone}"
+        index = seat.index
+        if index >= count:
+            if self._policies.more_ranks == "error":
+                self.faults.append(
+                    f"{key}: {count} ranks saved a value of their own and {seat.count} load, so "
+                    f"there is none for {value.label} {index} ({self._grids.facts()}). Pass "
+                    "policies=LoadPolicies(more_ranks='keep') or 'wrap'."
+                )
+                return
+            if self._policies.more_ranks == "keep":
+                ranks[key] = f"kept the value of {value.label} {index}"
+                return
+            index %= count
+            ranks[key] = f"took the value of {value.label} {index}"
+        self._request(Target(f"{prefix}{index}", (), None, holder=value), None)
 
     def _fits(
         self,
@@ -206,13 +290,15 @@ class Requests:
         name = saved.key(key)
         if name is None:
             # An empty container that the checkpoint lacks asks for nothing.
-            if not (isinstance(value, Mapping | list) and not value):
+            if isinstance(value, Mapping | list) and not value:
+                self.empty.append(key)
+            else:
                 self._report.missing.append(key)
             return
         stored = saved.stored[name]
         if isinstance(stored, BytesStorageMetadata):
             tensor = value if isinstance(value, torch.Tensor) else None
-            if tensor is not None and local_tensor(tensor).numel() != 1 and not _is_blob(path):
+            if tensor is not None and local_tensor(tensor).numel() != 1 and not _is_blob(key):
                 self.faults.append(
                     f"{name}: the checkpoint holds a Python value, the state dict a tensor of "
                     f"shape {tuple(tensor.shape)}. Load it into a value of the kind that was saved."
@@ -239,7 +325,7 @@ class Requests:
                 return Target(
                     key, path, torch.empty(size, dtype=dtype), box, scalar=value, as_number=True
                 )
-            if _is_blob(path):
+            if _is_blob(key):
                 self._report.replaced.append(key)
                 return Target(key, path, torch.empty(size, dtype=dtype), box, scalar=value)
             if tuple(local.shape) != size:
@@ -293,8 +379,8 @@ class Requests:
 
     def check(self) -> None:
         """Raises what planning found, all at once, before anything is read."""
-        tolerated = [key for key in self._report.missing if _is_blob((key,))]
-        missing = [key for key in self._report.missing if not _is_blob((key,))]
+        tolerated = [key for key in self._report.missing if _is_blob(key)]
+        missing = [key for key in self._report.missing if not _is_blob(key)]
         facts = self._grids.facts()
         if (missing or tolerated) and not self._report.loaded:
             raise CheckpointError(
@@ -317,6 +403,6 @@ class Requests:
         return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
-def _is_blob(path: Path) -> bool:
+def _is_blob(key: str) -> bool:
     """Whether a value is an opaque blob of any size: a module's `_extra_state`."""
-    return str(path[-1]).rpartition(".")[2] == "_extra_state"
+    return key.rpartition(".")[2] == "_extra_state"
