@@ -23,9 +23,7 @@ from .registry import LayoutRegistry
 from .slab import Shape
 
 # Tokens that wrappers add to names: DDP and Float16Module, torch.compile, FSDP1, checkpointing.
-WRAPPERS = frozenset(
-    ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_flat_param")
-)
+WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
 def clean_name(fqn: str) -> str:

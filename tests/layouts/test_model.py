@@ -47,6 +47,8 @@ class Wrapper(torch.nn.Module):
         ("_orig_mod.layers.0._orig_mod.weight", "layers.0.weight"),
         ("layers.0._checkpoint_wrapped_module.weight", "layers.0.weight"),
         ("_fsdp_wrapped_module.weight", "weight"),
+        # FSDP 1's flat parameter is a parameter, not a wrapper.
+        ("layers.0._fsdp_wrapped_module._flat_param", "layers.0._flat_param"),
         # Whole tokens only.
         ("modules.weight", "modules.weight"),
         ("module_list.0.weight", "module_list.0.weight"),
@@ -166,7 +168,7 @@ def test_two_parameters_with_one_clean_name_are_refused():
         read(Both())
     assert str(error.value) == (
         "weight: two parameters have this name once wrappers' tokens "
-        "(_checkpoint_wrapped_module, _flat_param, _fsdp_wrapped_module, _orig_mod, module) are "
+        "(_checkpoint_wrapped_module, _fsdp_wrapped_module, _orig_mod, module) are "
         "stripped. Rename one of the modules."
     )
 
