@@ -141,7 +141,7 @@ def attribute(source: Any, name: str) -> Any:
     time of reading a model; its dictionary and its class are asked first.
     """
     own = getattr(source, "__dict__", None)
-    if own is None:
+    if own is None or "_modules" not in own:  # no module: a config may answer in its own way
         return getattr(source, name, None)
     if name in own:
         return own[name]

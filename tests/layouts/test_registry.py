@@ -4,6 +4,7 @@ import types
 from importlib.metadata import EntryPoint
 
 import pytest
+import torch
 
 from shardplan.layouts import (
     DEFAULT_LAYOUTS,
@@ -28,7 +29,7 @@ from shardplan.layouts import (
     installed_layouts,
 )
 from shardplan.layouts import registry as registry_module
-from shardplan.layouts.provider import matcher
+from shardplan.layouts.provider import attribute, matcher
 
 
 class Provider:
@@ -262,6 +263,33 @@ def test_an_attribute_may_stand_on_the_parameter_before_wrapping():
         found.attribute("c"),
         found.attribute("c", 5),
     )
+
+
+def test_attributes_of_modules_and_configs_are_found_wherever_they_stand():
+    """In the dictionary, the class, a property, or what __getattr__ makes up (OmegaConf)."""
+
+    class Module(torch.nn.Module):
+        of_class = 1
+
+        @property
+        def made(self):
+            return 2
+
+    class Config:
+        def __getattr__(self, name):
+            if name == "gated_linear_unit":
+                return True
+            raise AttributeError(name)
+
+    class Slots:
+        __slots__ = ("held",)
+
+    module, slots = Module(), Slots()
+    module.own, slots.held = 3, 4
+    assert [1, 2, 3, None] == [attribute(module, n) for n in ("of_class", "made", "own", "absent")]
+    assert [True, None] == [attribute(Config(), n) for n in ("gated_linear_unit", "absent")]
+    assert [4, None] == [attribute(slots, n) for n in ("held", "absent")]
+    assert attribute(None, "absent") is None
 
 
 @pytest.mark.parametrize(
