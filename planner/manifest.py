@@ -6,6 +6,7 @@
 | `Extra` | a value that belongs to no parameter |
 | `StageManifest` | layouts, groups and extras of one pipeline stage |
 | `stage_metadata` | DCP's metadata for a stage: every chunk of every rank, from layouts alone |
+| `Laid` | the value of a parameter that a key stands for |
 | `unpadded_keys` | the tensors whose padding stays out of the checkpoint |
 | `value_names`, `all_value_names` | the names of a parameter's scalars on disk |
 """
@@ -13,7 +14,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -148,6 +149,24 @@ class StageManifest:
         return tuple(chunk.layout(fqn, slot) for fqn in chunk.layouts)
 
 
+class Laid(NamedTuple):
+    """The value of a parameter that a key stands for.
+
+    Attributes:
+        kind: Section, slot, role and dtype.
+        layout: The parameter's layout.
+        suffix: The component, of a laid-out tensor.
+        expert: The expert, of a laid-out tensor.
+        name: The parameter's name on disk, of a value.
+    """
+
+    kind: Kind
+    layout: Layout
+    suffix: str = ""
+    expert: int | None = None
+    name: str = ""
+
+
 class ChunkLists:
     """The chunks of all ranks for a layout, made once for each distinct chain of stages.
 
@@ -200,10 +219,8 @@ class ChunkLists:
         return made
 
 
-def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored, str]]:
+def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored, Laid | Extra]]:
     """Yields key, path, stored form and origin of everything that a stage's ranks write.
-
-    The origin is the parameter's name in the model, for errors.
 
     Raises:
         CheckpointError: If the ranks' chunks do not cover a tensor exactly once.
@@ -222,18 +239,19 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
                 for frame, size, chunks in lists[family].of(layout, kind.itemsize):
                     name = layout.key(frame)
                     stored = TensorStorageMetadata(properties, size, chunks)
-                    yield kind.place.key(name), kind.place.path(name), stored, layout.fqn
+                    laid = Laid(kind, layout, frame.suffix, frame.expert)
+                    yield kind.place.key(name), kind.place.path(name), stored, laid
                 continue
             for name in all_value_names(layout, chunk.grids.of(layout.family)):
                 yield (
                     kind.place.key(name),
                     kind.place.path(name),
                     _whole(properties, kind.shape),
-                    layout.fqn,
+                    Laid(kind, layout, name=name),
                 )
     for extra in manifest.extras:
         found = None if extra.dtype is None else TensorProperties(dtype=extra.dtype)
-        yield extra.key, extra.path, _whole(found, extra.shape), extra.key
+        yield extra.key, extra.path, _whole(found, extra.shape), extra
 
 
 def unpadded_keys(manifest: StageManifest) -> Iterator[str]:

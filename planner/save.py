@@ -20,7 +20,7 @@ from .agreement import PlanMessage, PlanReply, compare, first_difference
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_aliases
 from .described import part_of
 from .entries import Path, key_of, stock_path
-from .manifest import StageManifest, Stored, stage_metadata, unpadded_keys
+from .manifest import Extra, Laid, StageManifest, Stored, stage_metadata, unpadded_keys
 from .optimizer import Named, by_name, optimizer_names
 from .per_rank import PerRank
 from .reading import UNPADDED
@@ -324,27 +324,33 @@ class QuietSavePlan(SavePlan):
         return SavePlan, ([], self.storage_data, self.planner_data, self.usable)
 
 
-def checkpoint_metadata(stages: Iterable[StageManifest], told: Iterable[Entry] = ()) -> Metadata:
+Origins = dict[str, tuple[int, Laid | Extra]]
+
+
+def checkpoint_metadata(
+    stages: Iterable[StageManifest], told: Iterable[Entry] = (), origins: Origins | None = None
+) -> Metadata:
     """Returns DCP's metadata of a checkpoint from the manifests of its pipeline stages.
 
     Args:
         stages: The manifests.
         told: What no manifest has: key, path, stored form and origin.
+        origins: Takes the pipeline stage of each key, and what it stands for there.
 
     Raises:
         CheckpointError: If two values have one key, or a tensor is not covered exactly once.
     """
     stored: dict[str, Stored] = {}
     paths: dict[str, Path] = {}
-    origins: dict[str, tuple[int, str]] = {}
+    origins = {} if origins is None else origins
     listed = list(stages)
     for number, stage in enumerate(listed):
         for key, path, entry, origin in stage_metadata(stage):
             if key in stored:
                 where, other = origins[key]
                 raise CheckpointError(
-                    f"{key}: both {other} of pipeline stage {where} and {origin} of stage "
-                    f"{number} have this key. If stages count their layers from 0, give the "
+                    f"{key}: both {_name(other)} of pipeline stage {where} and {_name(origin)} of "
+                    f"stage {number} have this key. If stages count their layers from 0, give the "
                     "layers a layer_number or pass PipelineLayers(offset=...)."
                 )
             stored[key] = entry
@@ -356,12 +362,16 @@ def checkpoint_metadata(stages: Iterable[StageManifest], told: Iterable[Entry] =
     for key, path, entry, _ in told:
         if key in stored:
             raise CheckpointError(
-                f"{key}: {origins[key][1]} of the model has this key, and so has a value that "
+                f"{key}: {_name(origins[key][1])} of the model has this key, and so has a value that "
                 "belongs to no parameter. Rename one of them."
             )
         stored[key] = entry
         paths[key] = stock_path(path)
     return Metadata(stored, planner_data=paths)
+
+
+def _name(origin: Laid | Extra) -> str:
+    return origin.key if isinstance(origin, Extra) else origin.layout.fqn
 
 
 def _value(raw: list[Any], named: Named) -> Any:

@@ -220,7 +220,7 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
     holdings = sort_values(table, values)
     plan = WritePlan(chunks=holdings.chunks, extras=holdings.extras)
     pieces: dict[tuple[int, str], _Pieces] = {}
-    shared: dict[tuple[Grid, tuple[str, ...]], list[tuple[int, str, int]]] = {}
+    shared: dict[tuple[int, str, tuple[str, ...]], list[tuple[int, str, int]]] = {}
     pending: list[tuple[WriteItem, Source]] = []
     members: dict[Kind, list[int]] = {}
     seen: dict[str, int] = {}
@@ -231,9 +231,10 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
         if other != number:
             clashes.append(f"{key}: the values {values[other][0]} and {values[number][0]}")
 
-    def share(layout: Layout, chunk: Chunk, nbytes: int, item: WriteItem, source: Source) -> None:
-        grid = chunk.grids.of(layout.family)
-        waiting = shared.setdefault((grid, layout.replica_axes(grid)), [])
+    def share(number: int, layout: Layout, nbytes: int, item: WriteItem, source: Source) -> None:
+        """Lets replicas take turns: those of one chunk, family and set of axes among themselves."""
+        axes = layout.replica_axes(pieces[number, layout.family].grid)
+        waiting = shared.setdefault((number, layout.family, axes), [])
         waiting.append((nbytes, item.index.fqn, len(pending)))
         pending.append((item, source))
 
@@ -256,7 +257,7 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
                 )
                 source = Source(held.number, piece.box)
                 if piece.shared:
-                    share(layout, chunk, piece.nbytes, item, source)
+                    share(kind.chunk, layout, piece.nbytes, item, source)
                 else:
                     plan.items.append(item)
                     plan.sources.append(source)
@@ -266,7 +267,7 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
             key = kind.place.key(known)
             claim(key, held.number)
             if writer_of_value(layout, grid):
-                share(layout, chunk, *_value_item(key, held))
+                share(kind.chunk, layout, *_value_item(key, held))
     plan.groups = {kind: Members.of(orders) for kind, orders in members.items()}
     for number, path in (*holdings.extras, *holdings.described, *holdings.per_rank):
         claim(key_of(path), number)
@@ -275,7 +276,8 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
             f"{summary(clashes)} of the state dict would have one key. Rename one of them, or "
             "pass the provider that tells them apart (ExpertGrid, PipelineLayers)."
         )
-    for (grid, axes), waiting in shared.items():
+    for (chunk_number, of_family, axes), waiting in shared.items():
+        grid = pieces[chunk_number, of_family].grid
         for number in deal(waiting, grid.count(axes), grid.linear(axes)):
             plan.items.append(pending[number][0])
             plan.sources.append(pending[number][1])
