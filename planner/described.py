@@ -10,6 +10,7 @@
 |---|---|
 | `describes_itself` | whether a tensor does |
 | `describe` | what it says, checked |
+| `described_parameters` | which parameters of a model do |
 | `part_of` | the local tensor of one of its boxes |
 
 Such a tensor knows its own rank's boxes and nothing of the other ranks', so its boxes travel in
@@ -25,9 +26,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
-from shardplan.layouts import LayoutError
+from shardplan.layouts import LayoutError, clean_name
 from shardplan.layouts.slab import Shape
 
 from .compat import ShardedTensor, local_tensor
@@ -68,6 +69,18 @@ def describes_itself(tensor: torch.Tensor) -> bool:
         or all(hasattr(local, a) for a in _ATTRIBUTES)
         or any(hasattr(local, h) for h in _HOOKS)
     )
+
+
+def described_parameters(model: Any) -> frozenset[str]:
+    """Returns the names of a model's parameters that describe themselves, by clean name.
+
+    Args:
+        model: A module; anything else has none.
+    """
+    if not isinstance(model, Module):
+        return frozenset()
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(clean_name(fqn) for fqn, tensor in named if describes_itself(tensor))
 
 
 def describe(key: str, tensor: torch.Tensor) -> Description:

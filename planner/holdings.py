@@ -97,6 +97,8 @@ def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdi
                 holdings.described.append((number, path))
                 continue
             check_storable(path, value)
+            if found is not None and found.fqn in table.chunks[found.chunk].described:
+                _check_description(table, path, found, value)
         elif isinstance(value, PerRank):
             holdings.per_rank.append((number, path))
             continue
@@ -125,6 +127,18 @@ def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdi
     if lone:
         _place_lone(table, holdings, lone)
     return holdings
+
+
+def _check_description(table: LayoutTable, path: Path, found: Found, tensor: torch.Tensor) -> None:
+    """Refuses a copy of a parameter that described itself: the copy does not."""
+    if found.place.slot or _is_flat(table, found):
+        return
+    raise LayoutError(
+        f"{key_of(path)}: the parameter describes its own boxes, but the {type(tensor).__name__} of "
+        f"shape {tuple(tensor.shape)} in the state dict does not ({table.grids.facts()}). A copy "
+        "such as async_save makes keeps attributes and loses the class: set the attributes of "
+        "CheckpointableTensor or the hooks on the tensor itself, or save with dcp.save."
+    )
 
 
 def _is_flat(table: LayoutTable, found: Found | None) -> bool:

@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .compat import dtensor_spec
-from .entries import Index, Path, is_value
-from .storable import check_storable
+from .compat import dtensor_spec, local_tensor
+from .described import describe, describes_itself
+from .entries import Index, Path, is_value, key_of
+from .per_rank import PerRank
+from .storable import PLAIN, check_storable
 
-_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+_shape, _dtype, _own = attrgetter("shape"), attrgetter("dtype"), attrgetter("__dict__")
 
 
 class Snapshot:
-    """The form of a state dict: keys, nesting, types, shapes, dtypes, placements.
+    """The form of a state dict: keys, nesting, types, shapes, dtypes, placements, descriptions.
 
     It keeps no tensor. Values of Python objects may change without changing the form, except
-    those in `pinned`.
+    those in `pinned` and the axes of `PerRank` values.
 
     Args:
         state_dict: A nested state dict.
@@ -31,6 +33,11 @@ class Snapshot:
         self._types = list(map(type, values))
         self._tensors = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
         self._dtensors = [i for i in self._tensors if isinstance(values[i], DTensor)]
+        self._per_rank = [i for i, v in enumerate(values) if isinstance(v, PerRank)]
+        known = {kind: kind in PLAIN for kind in set(self._types)}
+        self._subclasses = [
+            i for i in self._tensors if not known[self._types[i]] and self._types[i] is not DTensor
+        ]
         try:
             self._facts = self._read(values)
         except RuntimeError:  # a nested tensor has no shape
@@ -85,8 +92,30 @@ class Snapshot:
         tensors = values
         if len(self._tensors) != len(values):
             tensors = [values[i] for i in self._tensors]
-        specs = [dtensor_spec(values[i]) for i in self._dtensors]
-        return list(map(_shape, tensors)), list(map(_dtype, tensors)), specs
+        dtensors = [values[i] for i in self._dtensors]
+        return (
+            list(map(_shape, tensors)),
+            list(map(_dtype, tensors)),
+            list(map(dtensor_spec, dtensors)),
+            list(map(_shape, map(local_tensor, dtensors))),
+            self._descriptions(values, tensors, dtensors),
+            [values[i].axes for i in self._per_rank],
+        )
+
+    def _descriptions(
+        self, values: list[Any], tensors: list[Any], dtensors: list[Any]
+    ) -> list[tuple[int, Any]]:
+        """Returns what tensors that describe themselves say; almost no tensor does."""
+        odd: list[int] = []
+        for numbers, owners in (self._tensors, tensors), (self._dtensors, dtensors):
+            own = list(map(_own, map(local_tensor, owners) if owners is dtensors else owners))
+            if any(own):
+                odd += [i for i, has in zip(numbers, own, strict=True) if has]
+        return [
+            (i, describe(key_of(self.paths[i]), values[i]))
+            for i in (*odd, *self._subclasses)
+            if describes_itself(values[i])
+        ]
 
 
 def _collect(form: Any, value: Any, values: list[Any]) -> bool:

@@ -19,7 +19,8 @@ from shardplan.layouts import LayoutError
 from .compat import local_tensor
 from .entries import Path, key_of
 
-_PLAIN = frozenset((torch.Tensor, Parameter, Buffer))
+# Tensors that are nothing but their elements.
+PLAIN = frozenset((torch.Tensor, Parameter, Buffer))
 # torch has names for these widths, but neither arithmetic nor a stored form.
 _UNSTORABLE = frozenset(
     getattr(torch, f"{sign}{bits}")
@@ -39,7 +40,7 @@ def check_storable(path: Path, tensor: torch.Tensor) -> None:
     local = local_tensor(tensor)
     # One look at what almost every tensor is: planning reads thousands of them.
     if (
-        type(local) in _PLAIN
+        type(local) in PLAIN
         and local.layout is torch.strided
         and local.dtype not in _UNSTORABLE
         and not (local.is_meta or local.is_quantized or local.is_nested)
@@ -52,7 +53,7 @@ def check_storable(path: Path, tensor: torch.Tensor) -> None:
 
 def storage_fault(local: torch.Tensor) -> str | None:
     """Returns why the elements of a local tensor can't be stored or filled, None if they can."""
-    if type(local) not in _PLAIN and is_traceable_wrapper_subclass(local):
+    if type(local) not in PLAIN and is_traceable_wrapper_subclass(local):
         inner, _ = local.__tensor_flatten__()
         return (
             f"a {type(local).__name__} wraps other tensors ({', '.join(map(str, inner))}) and has "

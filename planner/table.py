@@ -31,6 +31,7 @@ from shardplan.layouts.layout import digest
 from shardplan.layouts.megatron_fsdp import carried_dist_index, dist_index_grids
 from shardplan.layouts.serial import stage_to_json
 
+from .described import described_parameters
 from .entries import Names
 from .meshes import grids_from_tensors
 from .without_gc import without_gc
@@ -45,12 +46,14 @@ class Chunk:
         grids: This rank's grids of the module.
         layouts: Layout of each parameter and buffer, by clean name.
         state_layouts: Layout of each parameter's optimizer state, where it differs.
+        described: Names of parameters that describe themselves.
     """
 
     section: str | None
     grids: Grids
     layouts: ModelLayouts
     state_layouts: dict[str, Layout]
+    described: frozenset[str] = frozenset()
 
     def layout(self, fqn: str, slot: str) -> Layout:
         """Returns the layout of a parameter's value; a slot may have one of its own."""
@@ -157,7 +160,11 @@ def build_table(
                     and type(layout.storage).__name__ != "Whole"
                 }
                 state = {fqn: made[fqn] for fqn in claimed}
-            chunks.append(Chunk(section, grids, own, dict(sorted(state.items()))))
+            chunks.append(
+                Chunk(
+                    section, grids, own, dict(sorted(state.items())), described_parameters(module)
+                )
+            )
     world = {chunk.grids.world_size for chunk in chunks}
     if len(world) > 1:
         raise LayoutError(
