@@ -5,6 +5,7 @@
 | `is_managed` | whether Megatron-FSDP keeps a parameter, in either of its versions |
 | `storage` | a parameter's place in its buffer, from which any rank's slice follows |
 | `rank_shape` | a parameter's shape on its tensor-parallel rank, before any FSDP cut |
+| `version_2_group` | the group that version 2 keeps a parameter in |
 | `dist_index_grids` | the grids of a model that carries Megatron-FSDP's meshes and no groups |
 
 | strategy | what a rank stores of a parameter in a state dict |
@@ -42,7 +43,7 @@ def is_managed(param: ParamInfo) -> bool:
     live = param.param
     if live is None:
         return False
-    if hasattr(live, "megatron_fsdp_slice") or _group_of(live) is not None:
+    if hasattr(live, "megatron_fsdp_slice") or version_2_group(live) is not None:
         return True
     if hasattr(live, "orig_param") and hasattr(live, "megatron_fsdp_dist_index"):
         return True
@@ -74,7 +75,7 @@ def storage(param: ParamInfo) -> Stage:
     Raises:
         LayoutError: If its buffer can't be read, or is not cut as the grid says.
     """
-    group = _group_of(param.param)
+    group = version_2_group(param.param)
     return _version_1(param) if group is None else _version_2(param, group)
 
 
@@ -151,7 +152,7 @@ def _check_slice(param: ParamInfo, made: FlatBuffer) -> None:
     )
 
 
-def _group_of(tensor: Any) -> Any:
+def version_2_group(tensor: Any) -> Any:
     """Returns a parameter's version-2 group; newer releases keep a weak reference to it."""
     group = getattr(tensor, _GROUP, None)
     if group is not None and not hasattr(group, "main_weight") and callable(group):

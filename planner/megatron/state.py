@@ -30,6 +30,7 @@ import torch
 
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
+from shardplan.layouts.megatron_fsdp import version_2_group
 
 from ..compat import local_tensor
 
@@ -53,13 +54,22 @@ def model_state(model: Any, *, extra_state: bool = False) -> dict[str, dict[str,
     chunks = chunks_of(model)
     sections = {}
     for number, chunk in enumerate(chunks):
-        make = getattr(chunk, "state_dict_for_save_checkpoint", chunk.state_dict)
         sections["model" if len(chunks) == 1 else f"model{number}"] = {
             name: value
-            for name, value in make().items()
+            for name, value in _state_of(chunk).items()
             if extra_state or not name.endswith("_extra_state")
         }
     return sections
+
+
+def _state_of(chunk: Any) -> Mapping[str, Any]:
+    """Returns a chunk's state dict, without the messages that megatron-fsdp's own hook sends."""
+    make = getattr(chunk, "state_dict_for_save_checkpoint", None)
+    if make is not None:
+        return make()  # type: ignore[no-any-return]
+    if hasattr(chunk, "param_and_grad_buffer") and hasattr(chunk, "module"):
+        return chunk.module.state_dict(prefix="module.")  # type: ignore[no-any-return]
+    return chunk.state_dict()  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(slots=True)
@@ -212,7 +222,8 @@ def initialize_state(optimizer: Any) -> None:
                 if local_tensor(parameter).numel() and parameter.requires_grad:
                     name = "decoupled_grad" if hasattr(parameter, "decoupled_grad") else "grad"
                     touched.append((parameter, name, getattr(parameter, name)))
-                    setattr(parameter, name, torch.zeros_like(parameter))
+                    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+                    setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
         try:
             type(inner).step(inner)
         finally:
@@ -261,6 +272,18 @@ def finish_load(model: Any, optimizer: Any, members: Sequence[GroupMember]) -> N
         install = _wrapped(chunk, "install_optimized_model_weights")
         if install is not None:
             install()
+        for group in _groups_of_version_2(chunk):
+            group.sync_model_weight_from_main_weight()
+
+
+def _groups_of_version_2(chunk: Any) -> Iterator[Any]:
+    """Yields the parameter groups of Megatron-FSDP's version 2, whose main weights were filled."""
+    seen: set[int] = set()
+    for parameter in chunk.parameters():
+        group = version_2_group(parameter)
+        if group is not None and id(group) not in seen:
+            seen.add(id(group))
+            yield group
 
 
 def _equal(one: Any, other: Any) -> bool:
