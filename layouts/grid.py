@@ -275,7 +275,7 @@ class Grids:
 
         Source: megatron/core/process_groups_config.py.
         """
-        fields = vars(pg_collection)
+        fields = _set_fields(pg_collection)
 
         def read(*names: str) -> tuple[int, int] | None:
             for name in names:
@@ -325,6 +325,20 @@ class Grids:
         """
         dense = _mesh_grid(mesh)
         return cls(dense, dense if expert_mesh is None else _mesh_grid(expert_mesh))
+
+
+def _set_fields(pg_collection: object) -> dict[str, Any]:
+    """Returns the fields of a collection that were set, None among them.
+
+    A `ProcessGroupCollection` answers None for a field that was never set, so its own
+    dictionary must be asked; a class with slots has those that hold something.
+    """
+    fields = dict(getattr(pg_collection, "__dict__", {}))
+    for cls in type(pg_collection).__mro__:
+        for name in cls.__dict__.get("__slots__", ()):
+            if name in cls.__dict__ and hasattr(pg_collection, name):
+                fields.setdefault(name, getattr(pg_collection, name))
+    return fields
 
 
 def mesh_axes(mesh: Any) -> tuple[str, ...]:
@@ -381,7 +395,8 @@ def ep_rank_and_size(
         if not 0 <= ep_rank < ep_size:
             raise ValueError(f"ep_rank {ep_rank} is not in [0, {ep_size})")
         return ep_rank, ep_size
-    if pg_collection is not None and "ep" in vars(pg_collection):
-        group = vars(pg_collection)["ep"]
+    fields = {} if pg_collection is None else _set_fields(pg_collection)
+    if "ep" in fields:
+        group = fields["ep"]
         return (0, 1) if group is None else (int(group.rank()), int(group.size()))
     return default if default is not None else (None, None)

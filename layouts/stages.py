@@ -32,6 +32,8 @@ class Stage(Protocol):
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that the stage's answer depends on."""
 
+    def __hash__(self) -> int: ...
+
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         """Returns the frames one space further, at the grid's coordinate."""
 

@@ -4,17 +4,20 @@
 |---|---|
 | `parts` | cuts a slab that several replicas hold into one part for each, if it is large |
 | `Turns` | deals small slabs to replicas so that their loads stay equal |
-| `writer_of_value` | the coordinate that writes a parameter's scalar |
+| `writer_of_value`, `value_writers` | the coordinate that writes a parameter's scalar |
 
 Each rule depends on nothing but layouts and integers that all replicas share, so every replica
 comes to the same answer alone.
 """
 
 import heapq
+import zlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 from shardplan.layouts import ExpertIndex, Grid, Layout, Shard, Unstack
 from shardplan.layouts.slab import Box, Shape, split
+from shardplan.layouts.storage import StorageStage
 
 # A part smaller than this costs a writer more than its bytes.
 _SMALLEST_PART = 4 << 10
@@ -91,21 +94,65 @@ def deal(slabs: Iterable[tuple[int, str, int]], count: int, replica: int) -> lis
 def writer_of_value(layout: Layout, grid: Grid) -> bool:
     """Returns whether this rank may write what belongs to a whole parameter, such as its step.
 
-    That is a rank which stores the parameter's first elements, so that it surely has the value;
-    its replicas take turns. Where the expert axis is part of the name, each name has its own.
+    That is a rank which stores some of the parameter, so that it surely has the value; which of
+    them is drawn by the parameter's name, so that a model's scalars are spread over the ranks,
+    and its replicas take turns. Where the expert axis is part of the name, each name has its own.
     """
-    by_row = any(isinstance(stage, Unstack) for stage in layout.stages)
-    named = {
-        axis
-        for stage in layout.stages
-        if isinstance(stage, ExpertIndex) or (by_row and isinstance(stage, Shard) and not stage.dim)
-        for axis in stage.axes
-    }
+    named = _named_axes(layout)
     storage = layout.storage.axes
+    draw = zlib.crc32(layout.fqn.encode())
     for axis in layout.axes:
-        if axis not in storage and axis not in named and grid.index(axis) != 0:
-            return False
+        if axis not in storage and axis not in named:
+            draw, index = divmod(draw, grid.size(axis))
+            if grid.index(axis) != index:
+                return False
     if not storage:
         return True
-    first = next(iter(layout.storage.holders(grid)), None)
-    return first is None or all(first.index(axis) == grid.index(axis) for axis in storage)
+    holders = _holders(layout.storage, grid.axes, grid.sizes)
+    if not holders:
+        return True
+    return holders[draw % len(holders)] == tuple(grid.index(axis) for axis in storage)
+
+
+def value_writers(layout: Layout, grid: Grid) -> list[Grid]:
+    """Returns the coordinates for which `writer_of_value` is true: one for each expert's name.
+
+    Args:
+        layout: The parameter's layout.
+        grid: Its family's grid; replica axes and pipeline stage are taken from it.
+    """
+    named, storage = _named_axes(layout), layout.storage.axes
+    draw = zlib.crc32(layout.fqn.encode())
+    drawn = {}
+    for axis in layout.axes:
+        if axis not in storage and axis not in named:
+            draw, drawn[axis] = divmod(draw, grid.size(axis))
+    holders = _holders(layout.storage, grid.axes, grid.sizes) if storage else ()
+    if holders:
+        drawn |= dict(zip(storage, holders[draw % len(holders)], strict=True))
+    return list(grid.at(**drawn).walk([a for a in named if a not in storage]))
+
+
+def _named_axes(layout: Layout) -> list[str]:
+    """Returns the axes that tell experts' names apart."""
+    by_row = any(isinstance(stage, Unstack) for stage in layout.stages)
+    return list(
+        dict.fromkeys(
+            axis
+            for stage in layout.stages
+            if isinstance(stage, ExpertIndex)
+            or (by_row and isinstance(stage, Shard) and not stage.dim)
+            for axis in stage.axes
+        )
+    )
+
+
+@lru_cache(maxsize=4096)
+def _holders(
+    storage: StorageStage, axes: tuple[str, ...], sizes: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the coordinates along a storage's axes that store anything of it."""
+    origin = Grid(axes, sizes, (0,) * len(axes))
+    return tuple(
+        tuple(place.index(axis) for axis in storage.axes) for place in storage.holders(origin)
+    )

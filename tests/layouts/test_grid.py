@@ -1,5 +1,6 @@
 """Grids: rank orders, and where they come from, with the coordinates written out."""
 
+import dataclasses
 import types
 
 import pytest
@@ -401,3 +402,14 @@ def test_from_mesh_on_a_rank_outside_is_refused():
 def test_from_mesh_with_an_expert_mesh_of_another_size_is_refused():
     with pytest.raises(LayoutError, match="Both must span the same ranks"):
         Grids.from_mesh(mesh(("dp",), (4,), [0]), mesh(("ep",), (2,), [0]))
+
+
+def test_a_collection_with_slots_is_read_like_any_other():
+    @dataclasses.dataclass(slots=True)
+    class Slots:
+        tp: object = None
+        ep: object = None
+        pp: object = dataclasses.field(init=False)
+
+    assert Grids.from_pg_collection(Slots()).facts() == "one rank"
+    assert (0, 1) == ep_rank_and_size(Slots())
