@@ -72,7 +72,7 @@ def local_plans(results: Results, counts: list[int], rounds: int) -> None:
 
         def plan() -> None:
             made[0].set_up_planner(state)  # noqa: B023
-            made[0].create_local_plan()
+            made[0].create_local_plan()  # noqa: B023
 
         def stock() -> None:
             planner = DefaultSavePlanner()
