@@ -13,6 +13,7 @@ from .per_rank import PerRank
 from .policies import LoadPolicies
 from .report import LoadReport
 from .save import LayoutAwareSavePlanner
+from .storage import SafetensorsReader, SafetensorsWriter
 
 __all__ = [
     "CheckpointError",
@@ -23,4 +24,6 @@ __all__ = [
     "LoadPolicies",
     "LoadReport",
     "PerRank",
+    "SafetensorsReader",
+    "SafetensorsWriter",
 ]

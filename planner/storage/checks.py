@@ -1,0 +1,66 @@
+"""Compares what was read with the checksums in its file.
+
+| name | is |
+|---|---|
+| `Check` | the checksums of one chunk, as its blocks come in |
+"""
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from shardplan.layouts import CheckpointError
+
+from .sums import BLOCK, block_count, block_sum, chunk_sum
+
+if TYPE_CHECKING:
+    from .segments import Part
+
+
+class Check:
+    """The checksums of one chunk, as its blocks come in; threads may bring them in any order.
+
+    Args:
+        part: The chunk.
+        table: Checksums of its blocks; None if all of them will come, so that the chunk's own
+            checksum tells.
+    """
+
+    __slots__ = ("_left", "_lock", "_part", "_sums", "_table")
+
+    def __init__(self, part: "Part", table: bytes | None = None) -> None:
+        self._part = part
+        self._table = table
+        self._sums = [b""] * block_count(part.nbytes) if table is None else []
+        self._left = len(self._sums)
+        self._lock = threading.Lock()
+
+    def run(self, start: int, memory: Any) -> None:
+        """Checks blocks that are whole, the chunk's last one excepted.
+
+        Args:
+            start: First byte of `memory`, relative to the chunk.
+            memory: The blocks.
+
+        Raises:
+            CheckpointError: If one of them is not what was written.
+        """
+        block = start // BLOCK
+        for at in range(0, max(len(memory), 1), BLOCK):
+            found = block_sum(memory[at : at + BLOCK])
+            if self._table is None:
+                self._sums[block] = found
+                with self._lock:
+                    self._left -= 1
+                    done = self._left == 0
+                if done and chunk_sum(self._sums) != self._part.total:
+                    raise _damaged(self._part.where)
+            elif found != self._table[8 * block : 8 * block + 8]:
+                raise _damaged(f"{self._part.where}, bytes from {block * BLOCK} on")
+            block += 1
+
+
+def _damaged(where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: the checksum does not match, so these are not the bytes that were written. "
+        "Load another checkpoint, or pass verify=False to read them as they are."
+    )

@@ -1,0 +1,140 @@
+"""One rank's data file, as a load sees it: opened, its header checked.
+
+| name | is |
+|---|---|
+| `DataFile` | an open data file of a checkpoint |
+"""
+
+import json
+from typing import Any
+
+import torch
+
+from shardplan.layouts import CheckpointError
+
+from .checks import Check
+from .commit import Commit, data_name
+from .dtypes import stored_form
+from .files import Files
+from .header import SUMS, VALUES, Header, chunk_name, header_length, parse_header
+from .segments import Part, Stats
+from .sums import block_count
+
+# Headers of most files come with the first read.
+_FIRST_READ = 64 << 10
+
+
+class DataFile:
+    """An open data file of a checkpoint.
+
+    Args:
+        files: Where the checkpoint lies.
+        commit: What it says of its ranks.
+        place: Place of the rank that wrote the file.
+        stats: Counts what is read.
+
+    Attributes:
+        where: Its name with the checkpoint's, for errors.
+        rank: The rank that wrote it.
+        file: The open file.
+        header: Its header.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, of another save or of a newer version.
+    """
+
+    def __init__(self, files: Files, commit: Commit, place: int, stats: Stats) -> None:
+        name = data_name(commit.save, place, commit.ranks)
+        self.where = f"{files.root}/{name}"
+        self.rank = commit.rank(place)
+        self.file = files.open(name)
+        self._stats = stats
+        try:
+            self.header = self._read_header()
+            told = self.header.facts
+            if (told.get("save"), told.get("place")) != (commit.save, place):
+                raise CheckpointError(
+                    f"{self.where}: belongs to save {told.get('save')} and place "
+                    f"{told.get('place')}, not to save {commit.save} and place {place}. Files of "
+                    "two saves were mixed."
+                )
+        except BaseException:
+            self.file.close()
+            raise
+        stats.files += 1
+
+    def _read_header(self) -> Header:
+        size = self.file.nbytes
+        first = self._pull(0, min(_FIRST_READ, size))
+        length = header_length(self.where, first[:8], size)
+        text = first[8 : 8 + length]
+        if len(text) < length:
+            text += self._pull(8 + len(text), length - len(text))
+        self._stats.headers += 8 + length
+        return parse_header(self.where, text, size)
+
+    def _pull(self, position: int, nbytes: int) -> bytes:
+        memory = bytearray(nbytes)
+        if self.file.read_into(memory, position) != nbytes:
+            raise CheckpointError(
+                f"{self.where}: ends before byte {position + nbytes}. The file was truncated; load "
+                "another checkpoint."
+            )
+        return bytes(memory)
+
+    def part(self, key: str, chunk: Any, dtype: torch.dtype) -> tuple[str, Part]:
+        """Returns the name of a chunk in the file, and what must be known to read of it.
+
+        Args:
+            key: The tensor's key.
+            chunk: The chunk's offsets and sizes by the manifest.
+            dtype: The tensor's dtype by the manifest.
+
+        Raises:
+            CheckpointError: If the file does not have such a chunk.
+        """
+        name = chunk_name(key, chunk.offsets)
+        entry = self.header.entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.where}: rank {self.rank} did not write {key} at {tuple(chunk.offsets)}, "
+                "though the manifest says so. The ranks of this save did not hold the same values."
+            )
+        sizes = tuple(chunk.sizes)
+        if (entry.code, entry.shape) != stored_form(dtype, sizes):
+            raise CheckpointError(
+                f"{self.where}: {name} has dtype {entry.code} and shape {entry.shape}, but the "
+                f"manifest says {dtype} and {sizes} (rank {self.rank})"
+            )
+        where = f"{self.where}: {key} at {tuple(chunk.offsets)} (rank {self.rank})"
+        position = self.header.data_start + entry.start
+        total = self.header.sums.get(name, b"")
+        return name, Part(where, position, sizes, dtype, total, self.header.table.get(name))
+
+    def table_of(self, part: Part) -> bytes:
+        """Returns the checksums of a chunk's blocks."""
+        assert part.row is not None  # only chunks of several blocks have rows in the table
+        nbytes = 8 * block_count(part.nbytes)
+        start = self.header.data_start + self.header.entries[SUMS].start + 8 * part.row
+        self._stats.headers += nbytes
+        return self._pull(start, nbytes)
+
+    def values(self, verify: bool) -> dict[str, Any]:
+        """Returns the Python values in the file, as plain data by key."""
+        entry = self.header.entries.get(VALUES)
+        if entry is None:
+            return {}
+        raw = self._pull(self.header.data_start + entry.start, entry.stop - entry.start)
+        self._stats.headers += len(raw)
+        if verify:
+            where = f"{self.where}: Python values (rank {self.rank})"
+            sizes = (len(raw),)
+            part = Part(where, 0, sizes, torch.uint8, self.header.sums.get(VALUES, b""))
+            Check(part).run(0, raw)
+        try:
+            values = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.where}: Python values are no JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{self.where}: Python values are no JSON object")
+        return values

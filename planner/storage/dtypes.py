@@ -1,0 +1,66 @@
+"""Names of dtypes: in a manifest those of torch, in a data file those of safetensors.
+
+| name | is |
+|---|---|
+| `dtype_name`, `dtype_of` | a dtype as text in a manifest, and back |
+| `CODES` | safetensors' code of each dtype that it has |
+| `stored_form` | code and shape under which a chunk stands in a data file |
+"""
+
+import torch
+
+from shardplan.layouts import CheckpointError
+
+_NAMES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+ITEMSIZES = {code: dtype.itemsize for dtype, code in CODES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns a dtype as text: `'bfloat16'`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the dtype that `dtype_name` named.
+
+    Raises:
+        CheckpointError: If this torch has no such dtype.
+    """
+    dtype = _NAMES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise CheckpointError(f"{name!r} is no dtype of torch {torch.__version__}")
+    return dtype
+
+
+def stored_form(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Returns the code and shape under which a chunk stands in a data file.
+
+    A dtype that safetensors does not know stands there as bytes, in one more dim.
+    """
+    code = CODES.get(dtype)
+    return (code, sizes) if code is not None else ("U8", (*sizes, dtype.itemsize))

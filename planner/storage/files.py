@@ -1,0 +1,306 @@
+"""Where a checkpoint's files lie, and what can be done with them there.
+
+| name | is |
+|---|---|
+| `Files` | what the writer and the reader need of a place |
+| `LocalFiles` | a folder of a POSIX file system |
+| `files_at` | the place that a path or URL names |
+
+Names are relative to the checkpoint, with `/` between folders, and are made by this library:
+nothing that a checkpoint's files say is used as one.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardplan.layouts import CheckpointError
+
+SMALL_FILE = 64 << 20
+
+
+class OutFile(Protocol):
+    """A data file that is being written; nobody sees it before `publish`.
+
+    Attributes:
+        in_order: Whether bytes must come one after another, from the first on.
+    """
+
+    in_order: bool
+
+    def write(self, data: Any, position: int) -> None:
+        """Writes all of `data` at a position."""
+
+    def sync(self) -> None:
+        """Returns once all that was written is on the disk."""
+
+    def publish(self, name: str) -> None:
+        """Makes the file appear under its name; may be called again with another name."""
+
+    def discard(self) -> None:
+        """Removes what is left of the file apart from what was published."""
+
+
+class InFile(Protocol):
+    """A data file that is being read; threads may read at once.
+
+    Attributes:
+        nbytes: Its size.
+    """
+
+    nbytes: int
+
+    def read_into(self, memory: Any, position: int) -> int:
+        """Fills `memory` from a position on; returns how many bytes there were."""
+
+    def close(self) -> None:
+        """Lets go of the file."""
+
+
+class Files(Protocol):
+    """What the writer and the reader need of a place.
+
+    Attributes:
+        root: The place, for errors.
+    """
+
+    root: str
+
+    def read(self, name: str) -> bytes | None:
+        """Returns a small file, None if there is none."""
+
+    def put(self, name: str, data: bytes, sync: bool = False) -> None:
+        """Writes a small file, whole or not at all."""
+
+    def names(self, folder: str) -> list[str]:
+        """Returns the names in a folder, none if there is no such folder."""
+
+    def make_folder(self, folder: str) -> None:
+        """Makes a folder if there is none."""
+
+    def sync_folder(self, folder: str) -> None:
+        """Makes sure that the names in a folder outlive a power cut."""
+
+    def delete(self, name: str) -> None:
+        """Deletes a file if there is one."""
+
+    def delete_folder(self, folder: str) -> None:
+        """Deletes a folder and all in it, if there is one."""
+
+    def create(self, place: int, folder: str) -> OutFile:
+        """Returns a new data file of the rank at a place; `folder` is where it will appear."""
+
+    def open(self, name: str) -> InFile:
+        """Opens a data file.
+
+        Raises:
+            CheckpointError: If there is none.
+        """
+
+    def written_bytes(self, place: int) -> int:
+        """Returns how much of its data file a rank has written, to see that it is alive."""
+
+
+def files_at(path: Any) -> Files:
+    """Returns the place that a path or URL names.
+
+    Raises:
+        CheckpointError: If it is a URL and fsspec, which knows them, is not installed.
+    """
+    text = os.fspath(path)
+    if isinstance(text, str) and "://" in text and not text.startswith("file://"):
+        try:
+            from .remote import RemoteFiles  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise CheckpointError(
+                f"{text}: a URL needs fsspec ({error}). Install it, with its driver for this kind "
+                "of storage."
+            ) from None
+        remote: Files = RemoteFiles(text)
+        return remote
+    return LocalFiles(Path(str(text).removeprefix("file://")))
+
+
+class LocalFiles:
+    """A folder of a POSIX file system.
+
+    Args:
+        folder: The checkpoint's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = str(folder)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            with open(self.folder / name, "rb") as file:
+                data = file.read(SMALL_FILE + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if len(data) > SMALL_FILE:
+            raise CheckpointError(
+                f"{self.folder / name}: larger than {SMALL_FILE} bytes, which no manifest is"
+            )
+        return data
+
+    def put(self, name: str, data: bytes, sync: bool = False) -> None:
+        path = self.folder / name
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if sync:
+            self._sync(path.parent)
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return os.listdir(self.folder / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def make_folder(self, folder: str) -> None:
+        (self.folder / folder).mkdir(parents=True, exist_ok=True)
+
+    def sync_folder(self, folder: str) -> None:
+        self._sync(self.folder / folder)
+
+    @staticmethod
+    def _sync(folder: Path) -> None:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.folder / name)
+
+    def delete_folder(self, folder: str) -> None:
+        shutil.rmtree(self.folder / folder, ignore_errors=True)
+
+    def create(self, place: int, folder: str) -> OutFile:
+        return _LocalOut(self.folder, _temporary(place))
+
+    def open(self, name: str) -> InFile:
+        return _LocalIn(self.folder / name)
+
+    def written_bytes(self, place: int) -> int:
+        try:
+            return os.stat(self.folder / _temporary(place)).st_size
+        except FileNotFoundError:
+            return -1
+
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+def _temporary(place: int) -> str:
+    return f".{place:05d}.tmp"
+
+
+class _LocalOut:
+    """A data file under a temporary name, which stays until the save is over.
+
+    The file appears under its name by a hard link, so it can appear under another one when the
+    first turns out to belong to a save that failed; where there are no links, it is renamed.
+    """
+
+    in_order = False
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._path = folder / name
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def write(self, data: Any, position: int) -> None:
+        view = memoryview(data)
+        while view.nbytes:
+            count = os.pwrite(self._fd, view, position)
+            view, position = view[count:], position + count
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def publish(self, name: str) -> None:
+        target = self._folder / name
+        if os.path.exists(self._path) and not os.path.samestat(
+            os.stat(self._path), os.fstat(self._fd)
+        ):
+            raise CheckpointError(
+                f"{self._path}: another process writes under this rank's place. Are two ranks at "
+                "one place of the grid, or is an earlier job still saving here?"
+            )
+        try:
+            os.link(self._path, target)
+        except FileExistsError:
+            if not os.path.samefile(self._path, target):
+                raise
+        except OSError as error:
+            if error.errno not in _NO_LINKS or os.path.exists(target):
+                raise
+            os.rename(self._path, target)
+            self._path = target
+
+    def discard(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._path.name.endswith(".tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+class _LocalIn:
+    """A data file that is read by position."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path}: missing, though the checkpoint was complete. Put the file back, or load "
+                "another checkpoint."
+            ) from None
+        self.nbytes = os.fstat(self._fd).st_size
+
+    def read_into(self, memory: Any, position: int) -> int:
+        view = memoryview(memory)
+        total = 0
+        while view.nbytes:
+            count = os.preadv(self._fd, [view], position + total)
+            if not count:
+                break
+            total += count
+            view = view[count:]
+        return total
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+@contextlib.contextmanager
+def opened(files: Files, name: str) -> Iterator[InFile]:
+    """Opens a data file for the time of a `with` block."""
+    file = files.open(name)
+    try:
+        yield file
+    finally:
+        file.close()

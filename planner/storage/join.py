@@ -1,0 +1,153 @@
+"""Joins what all ranks told of a save, and checks that they planned one checkpoint.
+
+| name | does |
+|---|---|
+| `commit_of` | the `Commit` of a save from its ranks' markers |
+| `read_stages` | the manifests of a committed save's stages |
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from shardplan.layouts import CheckpointError
+from shardplan.layouts.errors import summary
+
+from ..manifest import StageManifest
+from ..save import checkpoint_metadata
+from ..without_gc import without_gc
+from .claims import Groups, join_stages
+from .commit import Commit, groups_from_json, parse, part_name
+from .files import Files
+from .part import MAX_RANKS, part_from_json
+from .session import Marker
+from .sums import block_sum
+
+
+class PlansDiffer(CheckpointError):
+    """Ranks of one stage do not plan the same checkpoint."""
+
+
+def commit_of(files: Files, save: str, markers: Sequence[Marker]) -> Commit:
+    """Returns what makes a save complete, once its ranks turn out to have planned one checkpoint.
+
+    Args:
+        files: Where the checkpoint lies.
+        save: Id of the save.
+        markers: Those of all ranks.
+
+    Raises:
+        CheckpointError: If ranks disagree, two have one place, or two values have one key.
+    """
+    markers = sorted(markers, key=lambda marker: marker.place)
+    _check_places(markers)
+    leaders: dict[int, Marker] = {}
+    groups: dict[int, Groups] = {}
+    faults = []
+    for marker in markers:
+        leader = leaders.setdefault(marker.stage, marker)
+        if marker.digest != leader.digest:
+            faults.append(
+                f"ranks {leader.rank} and {marker.rank} of pipeline stage {marker.stage} do not "
+                "plan the same checkpoint"
+            )
+        if marker.groups:
+            told = groups.setdefault(marker.stage, {})
+            for kind, members in groups_from_json(marker.groups).items():
+                told[kind] = told[kind].union(members) if kind in told else members
+    if faults:
+        raise PlansDiffer(
+            f"{summary(faults)}. Nothing was saved. The error of a rank that differs names the "
+            "difference."
+        )
+    if sorted(leaders) != list(range(len(leaders))):
+        raise CheckpointError(f"the ranks name the pipeline stages {sorted(leaders)}")
+    names = [part_name(save, stage) for stage in sorted(leaders)]
+    raws = [files.read(name) for name in names]
+    missing = [name for name, raw in zip(names, raws, strict=True) if raw is None]
+    if missing:
+        raise CheckpointError(f"{files.root}: no part of the manifest at {', '.join(missing)}")
+    commit = Commit(
+        save,
+        len(markers),
+        tuple(block_sum(raw).hex() for raw in raws if raw is not None),
+        tuple(groups.get(stage, {}) for stage in sorted(leaders)),
+        _tables(markers),
+        None
+        if all(marker.rank == marker.place for marker in markers)
+        else tuple(marker.rank for marker in markers),
+    )
+    with without_gc():
+        checkpoint_metadata(read_stages(files, commit)[0])
+    return commit
+
+
+def _check_places(markers: Sequence[Marker]) -> None:
+    faults = [
+        f"ranks {a.rank} and {b.rank} are both at place {a.place}"
+        for a, b in itertools.pairwise(markers)
+        if a.place == b.place
+    ]
+    faults += [
+        f"rank {m.rank} plans for {m.ranks} ranks, but {len(markers)} save"
+        for m in markers
+        if m.ranks != len(markers)
+    ]
+    if faults:
+        raise CheckpointError(
+            f"the ranks' grids do not fit together: {summary(faults)}. Give every planner the "
+            "pg_collection or grid of its own rank, and save from all of these ranks."
+        )
+
+
+def _tables(markers: Sequence[Marker]) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
+    """Returns for each chunk the place of the rank at each position of its two grids."""
+    tables = []
+    for chunk in range(max(len(marker.positions) for marker in markers)):
+        pair: list[tuple[int, ...] | None] = []
+        for family in (0, 1):
+            at: dict[int, Marker] = {}
+            for marker in markers:
+                if chunk >= len(marker.positions):
+                    continue
+                position = marker.positions[chunk][family]
+                other = at.setdefault(position, marker)
+                if other is not marker:
+                    raise CheckpointError(
+                        f"ranks {other.rank} and {marker.rank} are at one position of the "
+                        f"{('dense', 'expert')[family]} grid ({position}). Give every planner the "
+                        "pg_collection or grid of its own rank."
+                    )
+            if all(position == marker.place for position, marker in at.items()):
+                pair.append(None)
+                continue
+            # Positions that only stages without this chunk have are never asked for.
+            spare = iter({m.place for m in markers} - {m.place for m in at.values()})
+            pair.append(tuple(at[p].place if p in at else next(spare) for p in range(len(markers))))
+        tables.append(tuple(pair))
+    return tuple(tables) if any(table for pair in tables for table in pair) else ()
+
+
+def read_stages(files: Files, commit: Commit) -> tuple[list[StageManifest], list[str]]:
+    """Returns the manifests of a save's pipeline stages, and the digests of their ranks' plans.
+
+    Raises:
+        CheckpointError: If a part is missing, damaged, of another save or of a newer version.
+    """
+    if commit.ranks > MAX_RANKS:
+        raise CheckpointError(f"{files.root}: {commit.ranks} ranks")
+    stages, digests = [], []
+    for stage, told in enumerate(commit.parts):
+        name = part_name(commit.save, stage)
+        where = f"{files.root}/{name}"
+        raw = files.read(name)
+        if raw is None:
+            raise CheckpointError(
+                f"{where}: missing, though the checkpoint was complete. Put the file back, or load "
+                "another checkpoint."
+            )
+        manifest, digest = part_from_json(where, parse(where, raw), commit.save, commit.ranks)
+        if block_sum(raw).hex() != told:
+            raise CheckpointError(f"{where}: its checksum is not that of checkpoint.json; damaged")
+        stages.append(manifest)
+        digests.append(digest)
+    return join_stages(stages, commit.groups), digests

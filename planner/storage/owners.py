@@ -1,0 +1,203 @@
+"""Which rank wrote a chunk: the save's own rules once more, at the coordinate that is asked for.
+
+| name | is |
+|---|---|
+| `Owners` | the place of the rank that wrote a chunk or a value |
+
+Nothing is looked up in files and no list of all ranks is kept. A chunk's box names the coordinate
+along the axes that its layout uses; among replicas a large box was cut into one part for each, and
+the turns of the small ones are dealt once more for those replicas only.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from shardplan.layouts import CheckpointError, Grid
+from shardplan.layouts.layout import evaluate
+from shardplan.layouts.slab import Shape
+from shardplan.layouts.stages import Stage
+
+from ..manifest import OBJECT, SHARD, Extra, Laid, StageManifest, value_names
+from ..ownership import Turns, parts, take, value_writers, writer_of_value
+from ..told import PER_RANK
+from .commit import Commit
+
+# Bytes that a Python value counts for in the turns of replicas; see planner/writing.py.
+_OBJECT_NBYTES = 64
+_Box = tuple[str, int | None, Shape]
+_Owner = tuple[Grid, int | None]
+
+
+class Owners:
+    """The place of the rank that wrote a chunk or a value.
+
+    Args:
+        commit: What the checkpoint says of its ranks.
+        stages: The manifests of its stages.
+    """
+
+    def __init__(self, commit: Commit, stages: list[StageManifest]) -> None:
+        self._commit = commit
+        self._stages = stages
+        self._boxes: dict[tuple[Any, ...], dict[_Box, _Owner]] = {}
+        self._turns: dict[tuple[Any, ...], dict[tuple[str, Shape | None], int]] = {}
+
+    def place(self, stage: int, origin: Laid | Extra, key: str, offsets: Shape | None) -> int:
+        """Returns the place of the rank that wrote a chunk, or a whole value.
+
+        Args:
+            stage: Pipeline stage of the key.
+            origin: What the key stands for there.
+            key: The key.
+            offsets: First element of the chunk in the global tensor, None for a Python value.
+
+        Raises:
+            CheckpointError: If the manifest has no such chunk.
+        """
+        if isinstance(origin, Extra):
+            return self._of_extra(stage, origin)
+        if origin.kind.role == SHARD and offsets is not None:
+            return self._of_chunk(stage, origin, key, offsets)
+        return self._of_value(stage, origin, key, offsets)
+
+    def _of_chunk(self, stage: int, laid: Laid, key: str, offsets: Shape) -> int:
+        layout = laid.layout
+        owner = self._owners(stage, laid).get((laid.suffix, laid.expert, offsets))
+        if owner is None:
+            raise CheckpointError(
+                f"{key}: the manifest has no chunk at {offsets}. The metadata is another "
+                "checkpoint's."
+            )
+        grid, part = owner
+        axes = layout.replica_axes(grid)
+        if part is None and grid.count(axes) > 1:
+            part = self._turn(stage, laid, grid, axes, key, offsets)
+        return self._place(laid, grid if part is None else _spread(grid, axes, part))
+
+    def _of_value(self, stage: int, laid: Laid, key: str, offsets: Shape | None) -> int:
+        layout = laid.layout
+        writers = value_writers(layout, self._start(stage, laid))
+        grid = next(
+            (w for w in writers if (len(writers) == 1 or laid.name in value_names(layout, w))), None
+        )
+        if grid is None:
+            raise CheckpointError(f"{key}: no rank of the manifest writes it")
+        axes = layout.replica_axes(grid)
+        if grid.count(axes) > 1:
+            grid = _spread(grid, axes, self._turn(stage, laid, grid, axes, key, offsets))
+        return self._place(laid, grid)
+
+    def _of_extra(self, stage: int, extra: Extra) -> int:
+        """Returns the place of the rank that wrote a value which belongs to no parameter."""
+        grids = self._stages[stage].chunks[0].grids
+        grid = grids.dense
+        coordinate = {axis: 0 for axis in grid.axes if axis != "pp"}
+        if extra.digest == PER_RANK:
+            label, _, index = str(extra.path[-1]).rpartition("_")
+            axes = grid.axes if label == "rank" else tuple(label.split("-"))
+            family = "dense" if set(axes) <= set(grid.axes) else "expert"
+            grid = grids.of(family)
+            start = grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
+            found = _spread(start, axes, int(index))
+            return self._commit.place(0, family, found.linear(found.axes))
+        return self._commit.place(0, "dense", grid.at(**coordinate).linear(grid.axes))
+
+    def _place(self, laid: Laid, grid: Grid) -> int:
+        return self._commit.place(laid.kind.chunk, laid.layout.family, grid.linear(grid.axes))
+
+    def _start(self, stage: int, laid: Laid) -> Grid:
+        chunk = self._stages[stage].chunks[laid.kind.chunk]
+        grid = chunk.grids.of(laid.layout.family)
+        return grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
+
+    def _owners(self, stage: int, laid: Laid) -> dict[_Box, _Owner]:
+        """Returns the coordinate that holds each box of a layout, replica axes at 0, and its part.
+
+        The part is the replica that wrote it, None where replicas take turns.
+        """
+        kind, layout = laid.kind, laid.layout
+        ident = (stage, kind.chunk, layout.family, layout.stages, kind.itemsize)
+        owners = self._boxes.get(ident)
+        if owners is None:
+            owners = self._boxes[ident] = {}
+            start = self._start(stage, laid)
+            replicas = start.count(layout.replica_axes(start))
+            outer = [axis for axis in layout.axes if axis not in layout.storage.axes]
+            for place in start.walk(outer):
+                for grid in layout.storage.holders(place):
+                    for frame in evaluate(layout.stages, grid, layout.fqn):
+                        for box in frame.boxes:
+                            cuts = parts(box.sizes, kind.itemsize, replicas)
+                            if cuts is None:
+                                owners[frame.suffix, frame.expert, box.offsets] = grid, None
+                            for number, cut in enumerate(cuts or ()):
+                                part = take(box, cut).offsets
+                                owners[frame.suffix, frame.expert, part] = grid, number
+        return owners
+
+    def _turn(
+        self,
+        stage: int,
+        laid: Laid,
+        grid: Grid,
+        axes: tuple[str, ...],
+        key: str,
+        offsets: Shape | None,
+    ) -> int:
+        """Returns which of the replicas at a coordinate wrote a small box or a value."""
+        chunk, family = laid.kind.chunk, laid.layout.family
+        ident = (stage, chunk, family, grid.coordinate, axes)
+        turns = self._turns.get(ident)
+        if turns is None:
+            slabs = list(_small(self._stages[stage], chunk, family, grid, axes))
+            slabs.sort(key=lambda s: (-s[0], s[1]))
+            dealt = Turns(grid.count(axes))
+            turns = {(name, at): dealt.deal(nbytes) for nbytes, name, at in slabs}
+            self._turns[ident] = turns
+        replica = turns.get((key, offsets))
+        if replica is None:
+            raise CheckpointError(f"{key}: the manifest does not say which replica wrote it")
+        return replica
+
+
+def _spread(grid: Grid, axes: tuple[str, ...], position: int) -> Grid:
+    """Returns the grid at a position in the row-major order of `axes`."""
+    indices = {}
+    for axis in reversed(axes):
+        position, indices[axis] = divmod(position, grid.size(axis))
+    return grid.at(**indices)
+
+
+def _small(
+    manifest: StageManifest, chunk: int, family: str, grid: Grid, axes: tuple[str, ...]
+) -> Iterator[tuple[int, str, Shape | None]]:
+    """Yields size, key and offsets of all that the replicas at a coordinate take turns in."""
+    replicas = grid.count(axes)
+    known: dict[tuple[tuple[Stage, ...], int], list[tuple[str, int | None, int, Shape]]] = {}
+    for kind, members in manifest.groups.items():
+        if kind.chunk != chunk:
+            continue
+        layouts = manifest.layouts(kind)
+        for index in members:
+            layout = layouts[index]
+            if layout.family != family or layout.replica_axes(grid) != axes:
+                continue
+            if kind.role != SHARD or kind.dtype is None:
+                nbytes = _OBJECT_NBYTES if kind.role == OBJECT else kind.itemsize
+                offsets = None if kind.dtype is None else (0,) * len(kind.shape)
+                if writer_of_value(layout, grid):
+                    for name in value_names(layout, grid):
+                        yield nbytes, kind.place.key(name), offsets
+                continue
+            ident = (layout.stages, kind.itemsize)
+            boxes = known.get(ident)
+            if boxes is None:
+                boxes = known[ident] = [
+                    (f.suffix, f.expert, math.prod(b.sizes) * kind.itemsize, b.offsets)
+                    for f in evaluate(layout.stages, grid, layout.fqn)
+                    for b in f.boxes
+                    if parts(b.sizes, kind.itemsize, replicas) is None
+                ]
+            for suffix, expert, nbytes, at in boxes:
+                yield nbytes, kind.place.key(layout.key_of(suffix, expert)), at

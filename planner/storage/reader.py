@@ -1,0 +1,256 @@
+"""The storage reader: exact byte ranges of the files that a rank needs, and of no other.
+
+| name | is |
+|---|---|
+| `SafetensorsReader` | a `StorageReader` for `dcp.load` |
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from shardplan.layouts import CheckpointError
+
+from ..save import Origins, checkpoint_metadata
+from ..values import classes_in, to_bytes
+from ..without_gc import without_gc
+from .buffers import DEFAULT_NBYTES, Buffers
+from .commit import CHECKPOINT, Commit, read_commit
+from .datafile import DataFile
+from .fetch import Fetch
+from .files import Files, files_at
+from .join import read_stages
+from .owners import Owners
+from .plain import from_plain
+from .segments import Part, Stats, Verify, Want, segments_of
+
+
+class SafetensorsReader(StorageReader):
+    """Reads checkpoints of `SafetensorsWriter`, at any number of ranks.
+
+    Each rank reads the manifest, computes which ranks' files have what it needs, and reads exactly
+    that; no rank sends anything. A process without a process group reads any checkpoint.
+
+    Args:
+        path: A folder, or a URL that fsspec knows.
+        verify: Whether checksums are compared. True compares every block that is read whole, and
+            reads the rest of a block where that is cheap (1/256 of what a file is read for, at
+            least 256 KiB); `"all"` reads the rest of every block; False compares nothing.
+        threads: How many reads are made at once.
+        buffer_bytes: Host memory for what can't be read where it belongs, in bytes.
+
+    Attributes:
+        stats: What the last load read.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: Verify = True,
+        threads: int = 4,
+        buffer_bytes: int = DEFAULT_NBYTES,
+    ) -> None:
+        self.path = path
+        self.stats = Stats()
+        self._verify: Verify = verify
+        self._threads = threads
+        self._buffer_bytes = buffer_bytes
+        self._files: Files | None = None
+        self._commit: Commit | None = None
+        self._metadata: Metadata | None = None
+        self._origins: Origins = {}
+        self._owners: Owners | None = None
+        self._digests: list[str] = []
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The checkpoint's path or URL."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Returns whether a path or URL holds a checkpoint of this format."""
+        try:
+            return files_at(checkpoint_id).read(CHECKPOINT) is not None
+        except (CheckpointError, OSError, ValueError, TypeError):
+            return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new load, from another path if one is given."""
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+        self.stats = Stats()
+        self._commit = self._metadata = self._owners = None
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Returns the metadata of the whole checkpoint, made from its layouts.
+
+        Raises:
+            CheckpointError: If there is no complete checkpoint, or its manifest is damaged, of a
+                newer version or of another save.
+        """
+        # DCP looks for a parameter named kwargs and would ask again for this rank's own metadata.
+        files = self._files = files_at(self.path)
+        commit = read_commit(files)
+        if commit is None:
+            raise CheckpointError(
+                f"{files.root}: no complete checkpoint: there is no {CHECKPOINT}. A save that did "
+                "not end well leaves none; checkpoints of other writers need their own readers."
+            )
+        with without_gc():
+            stages, self._digests = read_stages(files, commit)
+            self._origins = {}
+            metadata = checkpoint_metadata(stages, origins=self._origins)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.path)
+        self._commit, self._metadata = commit, metadata
+        self._owners = Owners(commit, stages)
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Has nothing to do: `read_metadata` came before."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Returns the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Returns the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what a plan asks for into the planner's tensors.
+
+        Raises:
+            CheckpointError: If a file is missing, damaged or of another save, or does not have
+                what the manifest says.
+        """
+        if self._commit is None:
+            self.read_metadata()
+        with without_gc():
+            self._read(self._by_place(plan.items), planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _by_place(self, items: Iterable[ReadItem]) -> dict[int, list[ReadItem]]:
+        """Returns the items by the place of the rank that wrote them."""
+        owners = self._owners
+        found: dict[int, list[ReadItem]] = {}
+        assert owners is not None  # read_metadata came before
+        for item in items:
+            index = item.storage_index
+            if index.fqn not in self._origins:
+                raise CheckpointError(f"{index.fqn}: not in the checkpoint {self.path}")
+            stage, origin = self._origins[index.fqn]
+            place = owners.place(stage, origin, index.fqn, self._offsets(item))
+            found.setdefault(place, []).append(item)
+        return dict(sorted(found.items()))
+
+    def _offsets(self, item: ReadItem) -> tuple[int, ...] | None:
+        index = item.storage_index
+        if item.type is LoadItemType.BYTE_IO:
+            return None
+        return tuple(self._chunk(item).offsets if index.offset is None else index.offset)
+
+    def _chunk(self, item: ReadItem) -> Any:
+        """Returns the saved chunk that an item is about."""
+        assert self._metadata is not None  # read_metadata came before
+        index = item.storage_index
+        stored = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)  # the planner asks for tensors only
+        if index.index is not None and index.index < len(stored.chunks):
+            chunk = stored.chunks[index.index]
+            if index.offset is None or chunk.offsets == index.offset:
+                return chunk
+        return next(c for c in stored.chunks if c.offsets == index.offset)
+
+    def _read(self, by_place: dict[int, list[ReadItem]], planner: Any) -> None:
+        commit, files = self._commit, self._files
+        assert commit is not None and files is not None  # read_metadata came before
+        buffers = Buffers(self._buffer_bytes, torch.cuda.is_available())
+        opened: list[DataFile] = []
+        try:
+            with Fetch(planner, buffers, self._threads, self.stats) as fetch:
+                for place, items in by_place.items():
+                    file = DataFile(files, commit, place, self.stats)
+                    opened.append(file)
+                    self._check(file)
+                    values = [item for item in items if item.type is LoadItemType.BYTE_IO]
+                    if values:
+                        self._read_values(file, values, planner)
+                    parts = self._parts(file, items)
+                    segments = segments_of(
+                        parts, buffers.size, self._verify, file.table_of, self.stats
+                    )
+                    fetch.read(file.file, file.where, segments)
+                fetch.wait()
+        finally:
+            for file in opened:
+                file.file.close()
+
+    def _check(self, file: DataFile) -> None:
+        """Checks that the rank which wrote a file planned the checkpoint of its stage."""
+        facts = file.header.facts
+        stage = facts.get("stage")
+        if not isinstance(stage, int) or not 0 <= stage < len(self._digests):
+            raise CheckpointError(f"{file.where}: names pipeline stage {stage!r}")
+        if facts.get("digest") != self._digests[stage]:
+            raise CheckpointError(
+                f"{file.where}: rank {file.rank} planned another checkpoint than the first rank of "
+                f"its pipeline stage {stage}, whose manifest this is "
+                f"({facts.get('digest')}, {self._digests[stage]})"
+            )
+
+    def _parts(self, file: DataFile, items: Iterable[ReadItem]) -> list[Part]:
+        """Returns what is wanted of a file's chunks."""
+        assert self._metadata is not None  # read_metadata came before
+        parts: dict[str, Part] = {}
+        wants: dict[tuple[str, Any, Any], Want] = {}
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                continue
+            key = item.storage_index.fqn
+            chunk = self._chunk(item)
+            stored = self._metadata.state_dict_metadata[key]
+            name, part = file.part(key, chunk, stored.properties.dtype)  # type: ignore[union-attr]
+            part = parts.setdefault(name, part)
+            box = (tuple(item.storage_offsets), tuple(item.lengths))
+            want = wants.get((name, *box))
+            if want is None:
+                want = wants[name, *box] = Want(*box)
+                part.wants.append(want)
+            want.items.append(item)
+        return list(parts.values())
+
+    def _read_values(self, file: DataFile, items: Iterable[ReadItem], planner: Any) -> None:
+        """Hands Python values to the planner."""
+        values = file.values(bool(self._verify))
+        for item in items:
+            key = item.storage_index.fqn
+            if key not in values:
+                raise CheckpointError(
+                    f"{file.where}: rank {file.rank} did not write {key}, though the manifest says "
+                    "so. The ranks of this save did not hold the same values."
+                )
+            data = values[key]
+
+            def read(like: Any, key: str = key, data: Any = data) -> Any:
+                return from_plain(key, data, classes_in(like))
+
+            if hasattr(planner, "load_value"):
+                planner.load_value(item, read)
+            else:
+                planner.load_bytes(item, to_bytes(key, read(None)))
