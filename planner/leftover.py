@@ -17,6 +17,7 @@ from shardplan.layouts.variants import variants
 from .entries import Place
 from .holdings import Holding
 from .manifest import SHARD, all_value_names
+from .optimizer import components
 from .table import Chunk
 
 _Names = tuple[tuple[str, int | None], ...]
@@ -136,7 +137,9 @@ class _ChunkNames:
         grid = self._chunk.grids.of(layout.family)
         for form in variants(layout, grid):
             if not sharded:
-                yield from all_value_names(form, grid)
+                names = all_value_names(form, grid)
+                yield from names
+                yield from (name + part for name in names for part in components(form))
                 continue
             for suffix, expert in self._frames(form, grid):
                 yield form.key_of(suffix, expert)

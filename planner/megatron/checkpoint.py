@@ -26,7 +26,13 @@ from ..report import LoadReport
 from ..save import LayoutAwareSavePlanner
 from .keys import FsdpDtensorSavePlanner
 from .shards import ddp_shards
-from .state import finish_load, initialize_state, model_state, optimizer_state
+from .state import (
+    finish_load,
+    initialize_state,
+    keep_live_options,
+    model_state,
+    optimizer_state,
+)
 
 # Fields of Megatron's arguments that differ from rank to rank.
 _OF_ONE_RANK = ("rank", "local_rank")
@@ -177,7 +183,8 @@ def load_checkpoint(
         iteration = loaded.iteration
 
     An optimizer that has taken no step yet gets its state first. Weights and state are filled in
-    place.
+    place. Options of parameter groups that the saved optimizer did not have stay as they are, and
+    are in the report.
 
     Args:
         model: The model, or the list of its virtual pipeline chunks.
@@ -207,6 +214,7 @@ def load_checkpoint(
         state.update(live.sections)
         members = live.members
     stored = reader.read_metadata().state_dict_metadata
+    kept = keep_live_options(members, stored)
     if "iteration" in stored:
         state["iteration"] = 0
     if opt_param_scheduler is not None:
@@ -222,6 +230,7 @@ def load_checkpoint(
         **options,
     )
     load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    planner.report.missing += [f"optimizer.param_to_group_meta: {option}" for option in kept]
     finish_load(model, optimizer, members)
     if opt_param_scheduler is not None:
         opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])

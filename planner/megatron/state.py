@@ -5,6 +5,7 @@
 | `model_state` | the model's sections: `model`, or `model0`, `model1`, … of a virtual pipeline |
 | `optimizer_state` | the optimizer's sections: each parameter's state and its group's options |
 | `initialize_state` | makes the optimizer's tensors exist before a load |
+| `keep_live_options` | leaves out of a load the options that were not saved |
 | `finish_load` | passes on what was loaded in place: group options, copies of weights |
 
 Megatron's own `sharded_state_dict` names experts by the global expert grid; here parameters are
@@ -16,14 +17,14 @@ taken where it is: on ranks that hold no part of a parameter there may be none.
 | `DistributedOptimizer` over Megatron-FSDP, or torch's | the inner optimizer's |
 | `HybridDeviceOptimizer` | the sub-optimizers', on the CPU, with `master_param` |
 | `DistributedOptimizer` over DDP | its flat shard's, with the shard itself as `param` |
-| `ChainedOptimizer` | that of each, under its number if there are several |
+| `ChainedOptimizer` | that of each, together: how parameters are chained depends on the grid |
 
 Sources: megatron/core/optimizer/distrib_optimizer.py, optimizer.py and
 cpu_offloading/hybrid_optimizer.py.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from shardplan.layouts.errors import summary
 from shardplan.layouts.megatron_fsdp import version_2_group
 
 from ..compat import local_tensor
+
+# Options that say how the grid groups parameters; the live ones stay.
+_OF_THE_GRID = frozenset(("is_expert_parallel",))
 
 
 def chunks_of(model: Any) -> list[Any]:
@@ -116,9 +120,8 @@ def optimizer_state(model: Any, optimizer: Any) -> OptimizerState:
         for name, parameter in chunk.named_parameters():
             names.setdefault(id(parameter), (number, name))
     found = OptimizerState({}, [])
-    parts = list(inner_optimizers(optimizer))
-    for index, part in enumerate(parts):
-        unknown = 0
+    unknown = 0
+    for part in inner_optimizers(optimizer):
         for parameter, group, state in part.entries():
             if id(parameter) not in names:
                 unknown += 1
@@ -126,18 +129,20 @@ def optimizer_state(model: Any, optimizer: Any) -> OptimizerState:
             number, name = names[id(parameter)]
             section = "optimizer" if len(chunks) == 1 else f"optimizer{number}"
             place = found.sections.setdefault(section, {})
-            if len(parts) > 1:
-                place = place.setdefault(index, {})
-            options = {key: value for key, value in group.items() if key != "params"}
+            options = {
+                key: value
+                for key, value in group.items()
+                if key != "params" and not callable(value)  # an optimizer's class is no option
+            }
             place.setdefault("param_to_group_meta", {})[name] = options
             found.members.append(GroupMember(name, options, group))
             if state:
                 place.setdefault("state", {})[name] = state
-        if unknown:
-            raise CheckpointError(
-                f"{unknown} of the optimizer's parameters are not among the model's. Pass the "
-                "model (or all of its chunks) that the optimizer was made for."
-            )
+    if unknown:
+        raise CheckpointError(
+            f"{unknown} of the optimizer's parameters are not among the model's. Pass the model "
+            "(or all of its chunks) that the optimizer was made for."
+        )
     return found
 
 
@@ -238,6 +243,27 @@ def _stateless(inner: Any) -> bool:
     return not any(inner.state.values())
 
 
+def keep_live_options(members: Sequence[GroupMember], saved: Collection[str]) -> list[str]:
+    """Leaves out of a load the options that the saved optimizer did not have.
+
+    That is how a load goes from one kind of optimizer to another, offloaded to the CPU or not.
+
+    Args:
+        members: The copies of the groups' options.
+        saved: Keys of the checkpoint.
+
+    Returns:
+        The options that stay as they are; none if the checkpoint has no options at all.
+    """
+    known = {key.rpartition(".")[2] for key in saved if "param_to_group_meta." in key}
+    kept: dict[str, None] = {}
+    for member in members if known else ():
+        for option in [option for option in member.options if option not in known]:
+            del member.options[option]
+            kept[option] = None
+    return list(kept)
+
+
 def finish_load(model: Any, optimizer: Any, members: Sequence[GroupMember]) -> None:
     """Passes on what a load has put in place.
 
@@ -253,7 +279,7 @@ def finish_load(model: Any, optimizer: Any, members: Sequence[GroupMember]) -> N
         other = first.setdefault(id(member.group), member)
         for option, value in member.options.items():
             known = other.options.get(option)
-            if other is not member and not _equal(known, value):
+            if option not in _OF_THE_GRID and not _equal(known, value):
                 faults.append(
                     f"{option}: {other.name} was saved with {known!r} and {member.name} with "
                     f"{value!r}"
@@ -264,16 +290,30 @@ def finish_load(model: Any, optimizer: Any, members: Sequence[GroupMember]) -> N
             "groups that were saved."
         )
     for member in first.values():
-        member.group.update(member.options)
+        loaded = member.options.items()
+        member.group.update({k: value for k, value in loaded if k not in _OF_THE_GRID})
     for part in inner_optimizers(optimizer) if optimizer is not None else ():
-        if hasattr(part.optimizer, "sub_optimizers") and any(part.optimizer.state.values()):
-            part.optimizer.load_state_dict(part.optimizer.state_dict())
+        _refresh_copies(part.optimizer)
     for chunk in chunks_of(model):
         install = _wrapped(chunk, "install_optimized_model_weights")
         if install is not None:
             install()
         for group in _groups_of_version_2(chunk):
             group.sync_model_weight_from_main_weight()
+
+
+def _refresh_copies(inner: Any) -> None:
+    """Copies loaded weights to the copies that `HybridDeviceOptimizer` steps.
+
+    A `master_param` is such a copy itself and was loaded. The optimizer's own
+    `load_state_dict` would do the same, but fails for parameters that are in fp32 already.
+    """
+    for parameter, own in getattr(inner, "param_to_inner_param", {}).items():
+        if own is parameter or "master_param" in inner.state.get(parameter, {}):
+            continue
+        with torch.no_grad():
+            copied = local_tensor(own)
+            copied.copy_(local_tensor(parameter).reshape(copied.shape))
 
 
 def _groups_of_version_2(chunk: Any) -> Iterator[Any]:

@@ -1,16 +1,20 @@
 """Checkpoints that Megatron-LM writes and the planners read, and the other way round."""
 
+import contextlib
+import threading
 import time
 from types import SimpleNamespace
 
 import hybrid
 import logical
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from counting import Calls
 from hybrid import Parallel
 from megatron.core.transformer import fsdp_dtensor_checkpoint
 from megatron.training import checkpointing
+from torch.distributed.tensor import DTensor
 
 from shardplan.layouts import DEFAULT_LAYOUTS, GDN
 from shardplan.planner.megatron import load_checkpoint, save_checkpoint
@@ -18,10 +22,18 @@ from shardplan.planner.megatron import load_checkpoint, save_checkpoint
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 class Job:
     """A sharded model with its optimizer; every value says which global element it is."""
 
-    def __init__(self, parallel: dict, *, fill: bool, everywhere: bool, **changes):
+    def __init__(
+        self, parallel: dict, *, fill: bool, everywhere: bool, flat: bool = False, **changes
+    ):
+        self.slots = (*SLOTS, "master_param") if flat else SLOTS
+        self.flat = flat
         self.parallel = Parallel(**parallel)
         self.groups = hybrid.process_groups(self.parallel)
         bare = hybrid.build(self.parallel, self.groups, **changes)
@@ -49,23 +61,22 @@ class Job:
             everywhere: Whether ranks without a part of a parameter have state of it too, as
                 Transformer Engine's optimizer does; torch's makes none.
         """
-        (inner,) = [self.optimizer.optimizer]
+        inner = self.optimizer.optimizer
         with torch.no_grad():
             for name, parameter in self.parameters():
-                local = parameter._local_tensor
-                local.copy_(
-                    self.expected(name, parameter).view_as(local)
-                    if right
-                    else local.new_full((), -1)
-                )
+                local = own(parameter)
+                local.fill_(-1)
+                if right:
+                    local.copy_(self.expected(name, parameter).view_as(local))
                 if not everywhere and not local.numel():
                     continue
                 state = {"step": torch.tensor(7.0 if right else -1.0)}
-                for slot in SLOTS:
-                    state[slot] = torch.full_like(parameter, -1.0)
+                for slot in self.slots:
+                    # Offloaded state is plain and flat, on the CPU.
+                    state[slot] = torch.full_like(local.flatten() if self.flat else parameter, -1.0)
                     if right:
                         values = self.expected(name, parameter, slot)
-                        state[slot]._local_tensor.copy_(values.view_as(local))
+                        own(state[slot]).copy_(values.view_as(own(state[slot])))
                 inner.state[parameter] = state
             for group in inner.param_groups:
                 group["lr"] = 0.125 if right else 0.5
@@ -75,18 +86,18 @@ class Job:
         found = {}
         inner = self.optimizer.optimizer
         for name, parameter in self.parameters():
-            held = {"": parameter._local_tensor}
-            for slot in SLOTS:
-                if slot in inner.state.get(parameter, {}):
-                    held[slot] = inner.state[parameter][slot]._local_tensor
-                elif parameter._local_tensor.numel():
+            state = inner.state.get(parameter, {})
+            held = {"": own(parameter)}
+            for slot in self.slots:
+                if slot in state:
+                    held[slot] = own(state[slot])
+                elif own(parameter).numel():
                     found[f"{name} {slot}"] = -1
             for slot, local in held.items():
                 count = int((local.flatten() != self.expected(name, parameter, slot)).sum())
                 if count:
                     found[f"{name} {slot}"] = count
-            step = inner.state.get(parameter, {}).get("step")
-            if step is not None and float(step) != 7.0:
+            if "step" in state and float(state["step"]) != 7.0:
                 found[f"{name} step"] = 1
         if any(group["lr"] != 0.125 for group in inner.param_groups):
             found["lr"] = 1
@@ -161,3 +172,20 @@ def load_ours(
         "missing": loaded.report.missing,
         "unexpected": loaded.report.unexpected,
     }
+
+
+def hang_theirs(parallel: dict, seconds: float) -> dict:
+    """Megatron's own preprocessing where ranks hold different optimizer state."""
+    job = Job(parallel, fill=True, everywhere=False)
+    dist.barrier()
+    ended = []
+
+    def preprocess():
+        with contextlib.suppress(RuntimeError):  # a peer that gave up closes the connection
+            job.their_state(gdn=False)
+            ended.append(True)
+
+    thread = threading.Thread(target=preprocess, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return {"ended": bool(ended), "states": len(job.optimizer.optimizer.state)}
