@@ -102,6 +102,8 @@ def compare(parallel: dict, **changes) -> dict:
     own, of_others = everywhere(table)
     return {
         "own": own,
+        "own_names": sorted(actual),
+        "their_names": sorted(expected),
         "coordinate": coordinate(table.grids.dense, table.grids.expert),
         "of_others": of_others,
         "unproved": unproved(table),
