@@ -179,6 +179,24 @@ def test_a_live_module_gives_its_components_whatever_the_tensor_parallel_size(tp
     } == shapes(Layer(GatedDeltaNet(tp, sections=sections)), tp)
 
 
+@pytest.mark.parametrize("sections", [True, False])
+def test_the_components_of_a_live_module_lie_in_megatrons_order(sections):
+    """q k v z beta alpha; beta and alpha have the same number of rows."""
+    grids = Grids.from_sizes(0, tp=2)
+    registry = LayoutRegistry([GDN(), TensorParallel()])
+    layouts = model_layouts(GatedDeltaNet(2, sections=sections), grids, registry)
+    first_rows = {
+        slab.key.removeprefix("in_proj.weight."): slab.start // 3
+        for slab in layouts["in_proj.weight"].slabs(grids.dense)
+    }
+    assert {"query": 0, "key": 2, "value": 4, "z": 8, "beta": 12, "alpha": 13} == first_rows
+    first_rows = {
+        slab.key.removeprefix("conv1d.weight."): slab.start // 4
+        for slab in layouts["conv1d.weight"].slabs(grids.dense)
+    }
+    assert {"query": 0, "key": 2, "value": 4} == first_rows
+
+
 def test_biases_are_split_too():
     found = shapes(GatedDeltaNet(2, bias=True), 2)
     assert (8,) == found["in_proj.bias.value"]

@@ -55,6 +55,8 @@ EXAMPLES = {
     "ranges": 500,
     "tilings": 1000,
 }
+pytestmark = pytest.mark.timeout(300)  # seconds of each test on a quiet machine are 2 to 15
+
 COUNTED: Counter[str] = Counter()
 PROGRAMS: set[Program] = set()
 DIGESTS: dict[str, Layout] = {}
