@@ -2,10 +2,10 @@
 
 | module | holds |
 |---|---|
-| `app` | the command and its verbs |
-| `output` | tables, JSON, progress, exit statuses |
-| `listing` | `inspect`: keys grouped into a tree or a table |
-| `checking` | `verify` and `diff` |
+| `app` | the command: its verbs and their examples |
+| `looking`, `listing`, `checking` | `inspect`, `verify`, `diff` and what they print |
 | `moving` | `convert`, `export`, `import` |
-| `planning` | `simulate`, `explain`, `show` |
+| `planning`, `chain` | `simulate`, `explain`, `show`; the way of a parameter in words |
+| `holders`, `blocks`, `drawing` | who holds what of a tensor: the data, in the terminal, as pictures |
+| `options`, `output` | what verbs share: options; tables, JSON, progress, exit statuses |
 """

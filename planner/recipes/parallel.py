@@ -82,6 +82,8 @@ class Parallel:
             return self.name
         names = ("tp", "pp", "dp_shard", "dp_replicate", "ep", "etp")
         sizes = [f"{n} {getattr(self, n)}" for n in names if getattr(self, n) > 1]
+        if self.fsdp != FLAT and self.dp_shard > 1:
+            sizes.append(f"fsdp {self.fsdp}")
         return ", ".join(sizes) or "one rank"
 
     def grids(self, rank: int = 0) -> Grids:

@@ -1,0 +1,182 @@
+"""Who holds what of a tensor, as rectangles: the data of pictures, of any checkpoint or recipe.
+
+| name | is |
+|---|---|
+| `Panel` | a tensor as rows and columns, with the rectangles that ranks hold |
+| `of_recipe` | the panel of a parameter in a parallel configuration |
+| `of_checkpoint` | the panel of a key as it lies in a checkpoint's files |
+| `find_parameter` | the parameter that a pattern means |
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from shardplan.layouts import Grid, Layout, LayoutError
+from shardplan.layouts.layout import evaluate
+from shardplan.layouts.slab import Shape
+from shardplan.layouts.stages import ExpertIndex
+
+from ..checkpoints.opened import Checkpoint, similar
+from ..recipes.forecast import Placement, holders
+from ..recipes.numbers import Numbers
+from ..recipes.parameters import Parameter, parameters
+
+_RANK = re.compile(r"^_*(\d+)_")
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Rows and columns that some ranks hold.
+
+    Attributes:
+        rows: First row and one past the last, in elements.
+        columns: First column and one past the last.
+        rank: The first rank that holds it; the number of the file where ranks are not known.
+        copies: How many ranks hold it.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    rank: int
+    copies: int = 1
+
+
+@dataclass(slots=True)
+class Panel:
+    """A tensor as rows and columns.
+
+    Attributes:
+        title: What the panel shows.
+        rows: Number of rows: dim 0 of all components, one below the other.
+        columns: Number of columns: all other dims.
+        parts: Name, first row and one past the last of each component.
+        held: The rectangles.
+        world: Number of ranks.
+        who: What a number stands for: `rank`, or `file`.
+    """
+
+    title: str
+    rows: int
+    columns: int
+    parts: list[tuple[str, int, int]] = field(default_factory=list)
+    held: list[Rectangle] = field(default_factory=list)
+    world: int = 1
+    who: str = "rank"
+
+
+def find_parameter(numbers: Numbers, wanted: Callable[[str], bool], pattern: str) -> Parameter:
+    """Returns the first parameter whose global name a pattern means.
+
+    Raises:
+        LayoutError: If no name matches; some that look like it are named.
+    """
+    names = []
+    for parameter in parameters(numbers):
+        if wanted(parameter.name):
+            return parameter
+        names.append(parameter.name)
+    raise LayoutError(f"--param {pattern}: no parameter matches. {similar(pattern, names)}")
+
+
+def locate(placement: Placement, parameter: Parameter) -> tuple[Layout, Grid]:
+    """Returns the layout of a global parameter, and a grid at its pipeline stage and ep rank."""
+    for description, layouts in placement.stages:
+        name = parameter.name
+        if parameter.expert is not None:
+            held = max(e.expert for e in description.globals.values() if e.expert is not None)
+            name = re.sub(r"\d+$", str(parameter.expert % (held + 1)), name)
+        if name not in layouts or description.globals[name].layer != parameter.layer:
+            continue
+        layout = layouts[name]
+        grid = description.grids.of(layout.family)
+        index = next((s for s in layout.stages if isinstance(s, ExpertIndex)), None)
+        if index is not None and parameter.expert is not None:
+            grid = grid.at(ep=parameter.expert // index.num_local_experts)
+        return layout, grid
+    raise LayoutError(f"{parameter.name}: no rank of {placement.parallel.title} has it.")
+
+
+def of_recipe(placement: Placement, parameter: Parameter) -> Panel:
+    """Returns who holds what of a parameter in a parallel configuration."""
+    layout, grid = locate(placement, parameter)
+    fixed = {"ep": grid.index("ep")} if parameter.expert is not None else {}
+    used = set(layout.axes)
+    free = [a for a in grid.axes if a not in used and a != "pp"]
+    panel: Panel | None = None
+    starts: dict[str, int] = {}
+    for at in holders(layout.stages, grid):
+        here = at.at(**fixed)
+        frames = evaluate(layout.stages, here, layout.fqn)
+        if panel is None:
+            rows = 0
+            parts = []
+            for frame in frames:
+                starts[frame.suffix] = rows
+                count = frame.shape[0] if frame.shape else 1
+                parts.append((frame.suffix.lstrip("._"), rows, rows + count))
+                rows += count
+            columns = math.prod(frames[0].shape[1:])
+            named = [(_HALVES.get(name, name), a, b) for name, a, b in parts]
+            title = f"{placement.parallel.title}"
+            panel = Panel(title, rows, columns, named, [], grid.world_size)
+        rank = _rank(here.at(**{axis: 0 for axis in free}))
+        copies = grid.count(free)
+        for frame in frames:
+            for box in frame.boxes:
+                for r, c in _flat(frame.shape, box.offsets, box.sizes):
+                    base = starts[frame.suffix]
+                    panel.held.append(Rectangle((base + r[0], base + r[1]), c, rank, copies))
+    if panel is None:
+        raise LayoutError(f"{parameter.name}: it has no elements.")
+    return panel
+
+
+def of_checkpoint(checkpoint: Checkpoint, key: str) -> Panel:
+    """Returns where a key's chunks lie: which rank's file, or which file, has which part."""
+    stored = checkpoint.tensor(key)
+    shape = tuple(stored.size)
+    rows = shape[0] if shape else 1
+    panel = Panel(f"{checkpoint.path.name}", rows, math.prod(shape[1:]))
+    files = sorted(checkpoint.file_bytes())
+    ranks = {name: int(m[1]) for name in files if (m := _RANK.match(name))}
+    known = len(ranks) == len(files)
+    panel.who = "rank" if known else "file"
+    panel.world = max(ranks.values()) + 1 if known and ranks else len(files)
+    for chunk in stored.chunks:
+        name, _, _ = checkpoint.chunk_bytes(key, chunk)
+        rank = ranks[name] if known else files.index(name)
+        for r, c in _flat(shape, tuple(chunk.offsets), tuple(chunk.sizes)):
+            panel.held.append(Rectangle(r, c, rank))
+    return panel
+
+
+_HALVES = {"w": "gate", "v": "up"}
+
+
+def _rank(grid: Grid) -> int:
+    """Returns the number of the rank at a coordinate; ranks count along the last axis first."""
+    return grid.linear(grid.axes)
+
+
+def _flat(
+    shape: Shape, offsets: Shape, sizes: Shape
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yields a box as row and column ranges, where all dims but the first make the columns."""
+    if not shape:
+        yield (0, 1), (0, 1)
+        return
+    rows = (offsets[0], offsets[0] + sizes[0])
+    if len(shape) == 1:
+        yield rows, (0, 1)
+        return
+    last = max((d for d in range(1, len(shape)) if sizes[d] != shape[d]), default=1)
+    inner = math.prod(shape[last + 1 :])
+    for index in itertools.product(*(range(sizes[d]) for d in range(1, last))):
+        start = 0
+        for d, i in enumerate(index, 1):
+            start = start * shape[d] + offsets[d] + i
+        start = (start * shape[last] + offsets[last]) * inner
+        yield rows, (start, start + sizes[last] * inner)

@@ -1,0 +1,201 @@
+"""The verbs `convert`, `export` and `import`: a checkpoint in another form."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..checkpoints.converting import convert
+from ..checkpoints.opened import nbytes
+from ..checkpoints.opening import open_checkpoint
+from ..huggingface.transfer import export_checkpoint, import_checkpoint, plan_export, plan_import
+from ..recipes.files import load_recipe
+from ..recipes.numbers import Numbers, read_config
+from .options import Checkpoint_, Json, Trust, check_free
+from .output import console, number, progress, say_json, size, stop, verb
+
+
+@verb
+def convert_(
+    ckpt: Checkpoint_,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder or file to make.")],
+    to: Annotated[
+        Literal["dcp", "torch", "safetensors"] | None,
+        typer.Option(
+            "--to", help="Format; by default from OUT's suffix: .pt, .safetensors, or dcp."
+        ),
+    ] = None,
+    tensors_only: Annotated[
+        bool, typer.Option("--tensors-only", help="Leave out values that are no tensors.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    json_: Json = False,
+    trust_pickle: Trust = False,
+) -> None:
+    """Write a checkpoint in another format: stock DCP, one torch.save file, or safetensors."""
+    suffixes = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
+    kind = to or suffixes.get(out.suffix, "dcp")
+    check_free(out, overwrite)
+    with open_checkpoint(ckpt, trust_pickle=trust_pickle) as checkpoint:
+        total = sum(map(nbytes, checkpoint.tensors.values()))
+        with progress("converting", total, quiet=json_) as advance:
+            convert(
+                checkpoint,
+                out,
+                kind,
+                tensors_only=tensors_only,
+                trust_pickle=trust_pickle,
+                advance=advance,
+            )
+        facts: dict[str, Any] = {
+            "out": str(out),
+            "format": kind,
+            "tensors": len(checkpoint.tensors),
+            "objects": 0 if tensors_only else len(checkpoint.objects),
+            "bytes": total,
+        }
+    if json_:
+        say_json(facts)
+    else:
+        console().print(
+            f"{out}: {number(facts['tensors'])} tensors, {number(facts['objects'])} other values, "
+            f"{size(total)} as {kind}"
+        )
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="The model's config.json, or the folder that holds it."),
+]
+Recipe_ = Annotated[
+    str | None,
+    typer.Option("--recipe", help="Take the model's numbers from a recipe instead (`simulate`)."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")]
+
+
+@verb
+def export_(
+    ckpt: Checkpoint_,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    to: Annotated[Literal["hf"], typer.Option("--to", help="Whose form: Hugging Face's.")] = "hf",
+    config: Config = None,
+    recipe: Recipe_ = None,
+    section: Annotated[
+        str | None,
+        typer.Option("--section", help="Section of the state dict that holds the model."),
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", help="Most bytes of one file: 5GiB, 500MB, ….")
+    ] = "5GiB",
+    threads: Annotated[int, typer.Option("--threads", help="Files written at a time.")] = 2,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+    trust_pickle: Trust = False,
+) -> None:
+    """Write a training checkpoint as a Hugging Face model: safetensors, index, config.json.
+
+    Reads any layout and format under Megatron-Core's names; splits QKV, SwiGLU halves and Gated
+    DeltaNet components, names experts one by one and drops vocabulary padding. Streams: a few
+    blocks of 32 MiB are in memory at a time.
+    """
+    numbers = _numbers(config, recipe, None)
+    check_free(out, overwrite)
+    with open_checkpoint(ckpt, trust_pickle=trust_pickle) as checkpoint:
+        total = plan_export(checkpoint, numbers, section=section).nbytes
+        with progress("exporting", total, quiet=json_) as advance:
+            plan = export_checkpoint(
+                checkpoint,
+                out,
+                numbers,
+                section=section,
+                config=config,
+                shard_bytes=_bytes(shard_size),
+                threads=threads,
+                advance=advance,
+            )
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    _say(out, plan.tensors, plan.left, total, files, json_)
+    if config is None and not json_:
+        console().print("no config.json was copied: pass --config to make the folder loadable")
+
+
+@verb
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A Hugging Face model's folder.")],
+    ckpt: Annotated[Path, typer.Argument(metavar="CKPT", help="The checkpoint to make.")],
+    from_: Annotated[
+        Literal["hf"], typer.Option("--from", help="Whose form: Hugging Face's.")
+    ] = "hf",
+    config: Config = None,
+    recipe: Recipe_ = None,
+    section: Annotated[
+        str, typer.Option("--section", help="Section of the state dict for the model.")
+    ] = "model",
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Write a Hugging Face model as a checkpoint that any parallel configuration loads.
+
+    The result is a stock DCP checkpoint under Megatron-Core's names. To load into a running job,
+    `dcp.load` reads the Hugging Face folder directly (shardplan.planner.huggingface).
+    """
+    numbers = _numbers(config, recipe, source)
+    check_free(ckpt, overwrite)
+    with open_checkpoint(source) as checkpoint:
+        total = plan_import(checkpoint, numbers, section=section).nbytes
+        with progress("importing", total, quiet=json_) as advance:
+            plan = import_checkpoint(checkpoint, ckpt, numbers, section=section, advance=advance)
+    files = sorted(path.name for path in ckpt.glob("*.distcp"))
+    _say(ckpt, plan.tensors, plan.left, total, files, json_)
+
+
+def _numbers(config: Path | None, recipe: str | None, folder: Path | None) -> Numbers:
+    """Returns the model's numbers from whichever was given."""
+    if recipe is not None:
+        return load_recipe(recipe).numbers
+    if config is not None:
+        return read_config(config)
+    if folder is not None:
+        return read_config(folder)
+    stop(
+        "the model's numbers are not known. Pass --config with its config.json (it is copied into "
+        "the export), or --recipe with the name of a recipe."
+    )
+
+
+def _say(
+    out: Path, tensors: Any, left: list[str], total: int, files: list[str], as_json: bool
+) -> None:
+    if as_json:
+        say_json(
+            {
+                "out": str(out),
+                "tensors": len(tensors),
+                "bytes": total,
+                "files": files,
+                "left_over": left,
+            }
+        )
+        return
+    text = f"{out}: {number(len(tensors))} tensors, {size(total)} in {number(len(files))} files"
+    console().print(text)
+    if left:
+        shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
+        console().print(f"left over, not written: {number(len(left))} keys ({shown})")
+
+
+def _bytes(text: str) -> int:
+    """Returns a number of bytes from text such as `5GiB`."""
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", 1):
+        units |= {letter: 1024**power, letter + "ib": 1024**power, letter + "b": 1000**power}
+    digits = text.strip().lower().rstrip("bikmgt")
+    unit = text.strip().lower()[len(digits) :].strip()
+    try:
+        found = int(float(digits) * units[unit])
+    except (KeyError, ValueError):
+        found = 0
+    if found <= 0:
+        stop(f"--shard-size {text}: no number of bytes. Write it as 5GiB or 500MB.")
+    return found

@@ -1,0 +1,60 @@
+"""Arguments and options that several verbs share."""
+
+import fnmatch
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .output import stop
+
+Checkpoint_ = Annotated[
+    Path, typer.Argument(metavar="CKPT", help="A checkpoint's folder or file, of any known format.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-pickle",
+        help="Unpickle what the checkpoint holds, whatever it is. That can run any code: "
+        "only for checkpoints whose origin you trust.",
+    ),
+]
+Filter = Annotated[
+    str | None,
+    typer.Option(
+        "--filter",
+        "-f",
+        metavar="PATTERN",
+        help="Only keys that have this in them; or a pattern with * and ?.",
+    ),
+]
+
+
+def keys_like(pattern: str | None) -> Callable[[str], bool]:
+    """Returns a test for keys.
+
+    A pattern without `*`, `?` and `[` matches any part of a key; another one may begin anywhere
+    and must reach to the key's end.
+    """
+    if pattern is None:
+        return lambda key: True
+    if not any(mark in pattern for mark in "*?["):
+        return lambda key: pattern in key
+    match = re.compile(fnmatch.translate("*" + pattern)).match
+    return lambda key: match(key) is not None
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Refuses to write over what is there.
+
+    Raises:
+        typer.Exit: If `out` exists and may not be replaced.
+    """
+    taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
+    if taken and not overwrite:
+        stop(f"{out}: exists already. Choose another place, or pass --overwrite.")
+    if not out.parent.exists():
+        stop(f"{out}: the folder {out.parent} does not exist. Make it first.")
