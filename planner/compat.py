@@ -4,6 +4,7 @@
 |---|---|
 | `local_tensor` | a DTensor's local tensor without the autograd wrapper of `to_local()` |
 | `dtensor_spec` | its mesh and placements as one comparable value |
+| `is_flattened` | whether FSDP1 wraps any part of a module |
 | `root_mesh` | the mesh that a submesh was sliced from |
 | `calling_save` | what `dcp.save` knows and does not tell its planner: the writer, the mode |
 | `ShardedTensor` | what FSDP1 shards into where it was given no mesh |
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 __all__ = ["ShardedTensor"]
@@ -40,6 +42,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def dtensor_spec(tensor: Any) -> Any:
     """Returns a DTensor's mesh, placements and shape as one value that can be compared."""
     return tensor._spec
+
+
+def is_flattened(module: Any) -> bool:
+    """Returns whether FSDP1 has flattened a module's parameters, so that their shapes say nothing."""
+    modules = getattr(module, "modules", None)
+    return modules is not None and any(isinstance(m, FullyShardedDataParallel) for m in modules())
 
 
 def root_mesh(mesh: Any) -> Any:

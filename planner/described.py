@@ -45,12 +45,12 @@ class Description:
     """What a tensor says of itself.
 
     Attributes:
-        shape: Shape of the global tensor.
+        shape: Shape of the global tensor; None if the tensor has no box and does not say.
         dtype: Its data type.
         parts: `(offsets, sizes)` of each box that this rank holds, empty ones left out.
     """
 
-    shape: Shape
+    shape: Shape | None
     dtype: torch.dtype
     parts: tuple[Part, ...]
 
@@ -138,17 +138,19 @@ def _asked(key: str, tensor: Any) -> Description:
             data = [item.tensor_data for item in items]
             parts = [(d.chunk.offsets, d.chunk.sizes) for d in data]
             return _description(data[0].size, data[0].properties.dtype, parts)
-        return _description(tensor.shape, tensor.dtype, ())
+        return Description(None, tensor.dtype, ())
     chunks = hooks.__create_chunk_list__()  # type: ignore[attr-defined]
+    if not chunks:
+        return Description(None, tensor.dtype, ())
     return _description(tensor.shape, tensor.dtype, [(c.offsets, c.sizes) for c in chunks])
 
 
 def _check(key: str, tensor: torch.Tensor, said: Description) -> None:
     starts: set[Shape] = set()
+    shape = said.shape or ()
     for offsets, sizes in said.parts:
-        inside = len(offsets) == len(sizes) == len(said.shape) and all(
-            o >= 0 and o + n <= whole
-            for o, n, whole in zip(offsets, sizes, said.shape, strict=True)
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            o >= 0 and o + n <= whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
         )
         if not inside:
             raise LayoutError(
@@ -197,6 +199,18 @@ def part_of(key: str, tensor: torch.Tensor, offsets: Shape) -> torch.Tensor:
         hooks = tensor if hasattr(tensor, "__get_tensor_shard__") else local
         if not hasattr(hooks, "__get_tensor_shard__"):
             return local
-        found = hooks.__get_tensor_shard__(MetadataIndex(key, torch.Size(offsets)))
-        return local_tensor(found)
+        asked = hooks.__get_tensor_shard__(MetadataIndex(key, torch.Size(offsets)))
+        found = local_tensor(asked)
+        if type(local) in _PLAIN and found.numel() and not _one_storage(found, local):
+            raise LayoutError(
+                f"{key}: its __get_tensor_shard__ gives memory of another tensor, as it does when "
+                "async_save has copied the tensor and its hook still points to the first one. Let "
+                "the hook find the tensor anew, set the attributes of CheckpointableTensor instead, "
+                "or save with dcp.save."
+            )
+        return found
     raise LayoutError(f"{key}: it has no box at {offsets}. Mend what describes it.")
+
+
+def _one_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

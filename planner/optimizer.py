@@ -203,17 +203,6 @@ def _name(path: Path, number: Any, ids: Mapping[int, str]) -> str:
     return ids[number]
 
 
-def names_differ(table: LayoutTable) -> bool:
-    """Returns whether ranks know different parameters: pipeline stages, or experts by index."""
-    return (
-        any(
-            chunk.grids.dense.size("pp") > 1 or chunk.grids.expert.size("ep") > 1
-            for chunk in table.chunks
-        )
-        or len(table.chunks) > 1
-    )
-
-
 def value_forms(table: LayoutTable, section: Path, fqn: str) -> Forms:
     """Returns the names on disk of a parameter's scalars, for each form it may have there.
 
@@ -263,7 +252,7 @@ def _group_value(
 ) -> list[Named]:
     group, option = rest[1], rest[2:]
     listed = members.get(group, [])
-    if not names_differ(table):
+    if not table.names_differ:
         if option == ("params",):
             names = (name for fqn in listed for name in value_forms(table, section, fqn)[0])
             return [Named((*section, *rest), number, tuple(names))]

@@ -135,7 +135,10 @@ class Requests:
             self._report.missing.append(key)
             return
         stored = self._saved.stored[name]
-        if not self._fits(name, stored, said.shape, said.dtype, set(), self._grids):
+        shape = said.shape
+        if shape is not None and not self._fits(
+            name, stored, shape, said.dtype, set(), self._grids
+        ):
             return
         self._report.loaded.append(name)
         for offsets, sizes in said.parts:

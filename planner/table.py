@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardplan.layouts import (
     DEFAULT_LAYOUTS,
+    EXPERT,
     Grid,
     Grids,
     Layout,
@@ -31,6 +32,7 @@ from shardplan.layouts.layout import digest
 from shardplan.layouts.megatron_fsdp import carried_dist_index, dist_index_grids
 from shardplan.layouts.serial import stage_to_json
 
+from .compat import is_flattened
 from .described import described_parameters
 from .entries import Names
 from .meshes import grids_from_tensors
@@ -63,17 +65,34 @@ class Chunk:
 
 
 class LayoutTable:
-    """The chunks of a model; integers and names only, so it pickles and outlives the tensors."""
+    """The chunks of a model; integers and names only, so it pickles and outlives the tensors.
+
+    Attributes:
+        chunks: The chunks.
+        names: Finds their parameters in a state dict.
+        digest: Equal on all ranks of a pipeline stage.
+        names_differ: Whether ranks know different parameters: those of other pipeline stages, or
+            other experts by index.
+    """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = tuple(chunks)
         self.names = Names((chunk.section, chunk.layouts) for chunk in self.chunks)
         self.digest = _digest(self.chunks)
+        self.names_differ = len(self.chunks) > 1 or any(map(_names_differ, self.chunks))
 
     @property
     def grids(self) -> Grids:
         """The grids of the first chunk; all chunks span the same ranks."""
         return self.chunks[0].grids
+
+
+def _names_differ(chunk: Chunk) -> bool:
+    if chunk.grids.dense.size("pp") > 1:
+        return True
+    return chunk.grids.expert.size("ep") > 1 and any(
+        EXPERT in layout.name for layout in chunk.layouts.values()
+    )
 
 
 def _digest(chunks: Iterable[Chunk]) -> str:
@@ -144,7 +163,9 @@ def build_table(
             else None
         )
         chunks = []
-        for section, module in modules_of(model):
+        for section, given in modules_of(model):
+            # FSDP1's state dict describes itself, and its parameters do not.
+            module = None if is_flattened(given) else given
             carried = carried_pg_collection(module)
             collection = carried if section is not None and carried is not None else pg_collection
             grids = grid or _grids(module, collection or carried, ep_rank, ep_size)

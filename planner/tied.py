@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from .compat import local_tensor
+from .compat import ShardedTensor, local_tensor
+from .storable import PLAIN
 
 
 def shared_memory(values: Sequence[Any]) -> dict[int, int]:
@@ -40,6 +41,8 @@ def shared_memory(values: Sequence[Any]) -> dict[int, int]:
         if not isinstance(value, torch.Tensor):
             continue
         local = local_tensor(value)
+        if type(local) not in PLAIN and isinstance(local, ShardedTensor):
+            continue  # it is several tensors, or none
         pointer = local.data_ptr()
         if pointer not in seen:  # almost every tensor
             seen.add(pointer)

@@ -197,9 +197,13 @@ def _boxes(settled: Settled, messages: Sequence["PlanMessage"]) -> None:
     """Joins the boxes of tensors that describe themselves; equal ones are dealt to their ranks."""
     tensors: dict[str, tuple[Path, Description, int]] = {}
     holders: dict[str, dict[tuple[Shape, Shape], list[int]]] = {}
+    nowhere: dict[str, int] = {}
     for rank, message in enumerate(messages):
         for path, said in message.told.described:
             key = key_of(path)
+            if said.shape is None:
+                nowhere.setdefault(key, rank)
+                continue
             _, first, other = tensors.setdefault(key, (path, said, rank))
             if (first.shape, first.dtype) != (said.shape, said.dtype):
                 raise CheckpointError(
@@ -209,11 +213,17 @@ def _boxes(settled: Settled, messages: Sequence["PlanMessage"]) -> None:
             for part in said.parts:
                 holders.setdefault(key, {}).setdefault(part, []).append(rank)
     loads = [0] * len(messages)
+    for key in nowhere.keys() - tensors.keys():
+        raise CheckpointError(
+            f"{key}: rank {nowhere[key]} has it without a box and so has every other rank, and "
+            "nobody says its shape. Leave it out, or set global_shape on it."
+        )
     faults: list[str] = []
     for key, (path, said, _) in tensors.items():
+        shape = said.shape or ()
         parts = holders.get(key, {})
-        for fault in tiling_faults(said.shape, parts):
-            faults.append(f"{key}: {fault} of shape {said.shape}{_clash(parts)}")
+        for fault in tiling_faults(shape, parts):
+            faults.append(f"{key}: {fault} of shape {shape}{_clash(parts)}")
         for (offsets, sizes), ranks in parts.items():
             writer = min(ranks, key=lambda r: (loads[r], r))
             loads[writer] += math.prod(sizes) * said.dtype.itemsize
@@ -221,12 +231,10 @@ def _boxes(settled: Settled, messages: Sequence["PlanMessage"]) -> None:
                 if rank != writer:
                     settled.skip_boxes.setdefault(rank, set()).add((key, offsets))
         chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in parts]
-        if not chunks and math.prod(said.shape) == 0:
-            chunks = [
-                ChunkStorageMetadata(torch.Size([0] * len(said.shape)), torch.Size(said.shape))
-            ]
+        if not chunks and math.prod(shape) == 0:
+            chunks = [ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))]
         properties = TensorProperties(dtype=said.dtype)
-        stored = TensorStorageMetadata(properties, torch.Size(said.shape), chunks)
+        stored = TensorStorageMetadata(properties, torch.Size(shape), chunks)
         settled.entries.append((key, path, stored, key))
     if faults:
         raise CheckpointError(

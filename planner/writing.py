@@ -310,7 +310,7 @@ def _add_described(plan: WritePlan, number: int, path: Path, tensor: torch.Tenso
     properties = TensorProperties(dtype=said.dtype)
     for offsets, sizes in said.parts:
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        data = TensorWriteData(chunk, properties, torch.Size(said.shape))
+        data = TensorWriteData(chunk, properties, torch.Size(said.shape or ()))
         index = MetadataIndex(key, chunk.offsets)
         plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         plan.sources.append(Source(number, _whole(sizes), offsets))

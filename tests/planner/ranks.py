@@ -1,6 +1,6 @@
 """Real processes that talk through gloo: started once, given one job after another.
 
-Jobs are functions of this module or `gloo_jobs`; each runs in a process group of its own, of as
+Jobs are functions of `gloo_jobs`, or of the module before the colon in their name; each runs in a process group of its own, of as
 many ranks as it needs, so 4 processes serve worlds of 4, 2 and 1.
 """
 
@@ -36,7 +36,8 @@ def _serve(rank: int, pipe: Any) -> None:
         except (EOFError, OSError):
             return
         try:
-            job = getattr(importlib.import_module("gloo_jobs"), name)
+            module, _, function = name.rpartition(":")
+            job = getattr(importlib.import_module(module or "gloo_jobs"), function)
             os.environ["WORLD_SIZE"] = str(world_size)
             dist.init_process_group(
                 "gloo",
