@@ -6,7 +6,7 @@
 | `coverage`, `serial` | the proof that every element is covered once; layouts as plain data |
 | `grid` | mesh axes and a rank's coordinate, from groups, meshes or integers |
 | `provider`, `registry`, `model` | who knows how a parameter is laid out, and how they are asked |
-| `fsdp`, `tensor_parallel`, `swiglu`, `gdn`, `experts`, `vocabulary`, `pipeline` | the built-in providers |
+| `fsdp`, `tensor_parallel`, `swiglu`, `gdn`, `mamba`, `mla`, `experts`, `vocabulary`, `pipeline` | the built-in providers |
 | `megatron_fsdp` | the flat buffers of live Megatron-FSDP parameters |
 | `testing` | the conformance suite for a provider of your own |
 
@@ -28,6 +28,8 @@ from .gdn import GDN
 from .grid import Grid, Grids, ep_rank_and_size
 from .join import Join
 from .layout import EXPERT, Layout, replicated
+from .mamba import Mamba
+from .mla import MLADownProjection
 from .model import ModelLayouts, carried_pg_collection, clean_name, model_layouts
 from .pipeline import PipelineLayers
 from .provider import LayoutProvider, Level, ParamInfo
@@ -55,6 +57,8 @@ DEFAULT_LAYOUTS: tuple[LayoutProvider, ...] = (
     DTensorStorage(),
     SwiGLU(),
     GDN(),
+    Mamba(),
+    MLADownProjection(),
     TensorParallel(),
     VocabularyPadding(),
     ExpertGrid(),
@@ -86,6 +90,8 @@ __all__ = [
     "LayoutProvider",
     "LayoutRegistry",
     "Level",
+    "MLADownProjection",
+    "Mamba",
     "ModelLayouts",
     "ParamInfo",
     "Permute",

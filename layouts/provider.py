@@ -30,7 +30,7 @@ class Level(IntEnum):
     | level | leads | built-in providers |
     |---|---|---|
     | STORAGE | storage → local | FSDP flat buffer, DTensor |
-    | COMPONENT | local → component | SwiGLU, GDN |
+    | COMPONENT | local → component | SwiGLU, GDN, Mamba, MLA |
     | PARALLEL | component → global | tensor parallelism |
     | PADDING | padded → true sizes | vocabulary |
     | EXPERT | local → global expert | expert-parallel grid |

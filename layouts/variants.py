@@ -6,6 +6,7 @@
 | components split | fused |
 | experts stacked in one tensor | single |
 | experts single | stacked |
+| MTP's inner layer as `mtp_model_layer` | `transformer_layer` |
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from .grid import Grid
 from .join import Join
 from .layout import EXPERT, Layout
+from .pipeline import MTP_LAYER
 from .stages import Concat, ExpertIndex, Fuse, Interleave, Shard, Stack, Stage, Unstack
 
 
@@ -27,6 +29,23 @@ def variants(layout: Layout, grid: Grid) -> Iterator[Layout]:
     if any(suffix for s in layout.stages if isinstance(s, Join) for suffix, _, _ in s.tensors):
         yield layout  # another project's tensors have one form
         return
+    for own in (layout, _older_name(layout)):
+        if own is not None:
+            yield from _forms(own, grid)
+
+
+def _older_name(layout: Layout) -> Layout | None:
+    """Returns the layout under the name that some releases give an MTP layer's inner layer."""
+    if f".{MTP_LAYER}." not in layout.fqn or f".{MTP_LAYER}." in layout.name:
+        return None
+    tokens, found = layout.name.split("."), layout.fqn.split(".").index(MTP_LAYER)
+    if found >= len(tokens):
+        return None
+    tokens[found] = MTP_LAYER
+    return dataclasses.replace(layout, name=".".join(tokens))
+
+
+def _forms(layout: Layout, grid: Grid) -> Iterator[Layout]:
     for form in (layout, _joined(layout)):
         if form is not None:
             yield form

@@ -178,6 +178,8 @@ def test_the_default_layouts():
         ("dtensor", Level.STORAGE),
         ("swiglu", Level.COMPONENT),
         ("gdn", Level.COMPONENT),
+        ("mamba", Level.COMPONENT),
+        ("mla-down-projection", Level.COMPONENT),
         ("tensor-parallel", Level.PARALLEL),
         ("vocabulary-padding", Level.PADDING),
         ("expert-grid", Level.EXPERT),
