@@ -6,7 +6,7 @@
 | `PlainCopy` | the same bytes from device to page-locked host memory: the bus's limit |
 | `make_durable` | fsync of every file below a folder |
 | `drop_cache` | forgets the cached pages of files, so that the next read is cold |
-| `bytes_read` | what this process has read so far |
+| `bytes_read` | what came from a device for this process so far |
 | `storage_facts` | the file system that a folder lies on |
 """
 
@@ -128,18 +128,16 @@ def drop_cache(paths: Sequence[Path]) -> None:
             os.close(number)
 
 
-def bytes_read() -> dict[str, int] | None:
-    """Returns what this process has read so far; None where the kernel does not say.
+def bytes_read() -> int:
+    """Returns the bytes that came from a device for this process so far; 0 if the kernel counts none.
 
-    `calls` counts bytes that system calls returned, `disk` bytes that came from the device. What
-    is read through memory maps is in `disk` alone.
+    Whole pages, with what the kernel read ahead; a page that another process had read is not there.
     """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
-        return None
-    values = dict(line.split(": ") for line in lines)
-    return {"calls": int(values["rchar"]), "disk": int(values["read_bytes"])}
+        return 0
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def storage_facts(folder: Path) -> dict[str, Any]:

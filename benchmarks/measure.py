@@ -8,6 +8,7 @@
 | `Team` | the ranks of a run: times and errors of what all of them do together |
 """
 
+import faulthandler
 import json
 import os
 import platform
@@ -119,9 +120,11 @@ class Team:
 
     Args:
         verbose: Whether errors are printed with their traces.
+        patience: Seconds that a call may take; then all stacks are printed and the run ends.
     """
 
-    def __init__(self, verbose: bool = False) -> None:
+    def __init__(self, verbose: bool = False, patience: float = 600) -> None:
+        self._patience = patience
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._verbose = verbose
@@ -138,13 +141,13 @@ class Team:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def total(self, value: int) -> int:
-        """Returns the sum of a value over all ranks."""
+    def sums(self, *values: int) -> list[int]:
+        """Returns the sum of each value over all ranks."""
         if self.ranks == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.int64)
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(tensor)
-        return int(tensor)
+        return tensor.tolist()
 
     def say(self, text: str) -> None:
         """Prints a line on the first rank."""
@@ -154,18 +157,22 @@ class Team:
     def run(self, call: Callable[[], Any]) -> Outcome:
         """Makes a call on all ranks at once."""
         error = None
+        faulthandler.dump_traceback_later(self._patience, exit=True)
         with PeakMemory() as peak:
             self.barrier()
             start = time.perf_counter()
             try:
                 call()
-            except Exception as failure:
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as failure:  # DCP's CheckpointException is no Exception
                 error = f"{type(failure).__name__}: {failure}".splitlines()[0][:300]
                 if self._verbose:
                     traceback.print_exc()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
+        faulthandler.cancel_dump_traceback_later()
         host = peak.host_bytes + peak.pinned_bytes
         highest = self.highest(
             seconds, float(host), float(peak.device_bytes or 0), float(error is not None)

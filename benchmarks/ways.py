@@ -49,10 +49,14 @@ class Way:
     Attributes:
         name: Shown in tables.
         reshards: Whether a checkpoint loads under another sharding.
+        leaves_out: End of the keys that it does not save.
+        subgroups: Whether some ranks can use it without the others.
     """
 
     name: str
     reshards = True
+    leaves_out: str | None = None
+    subgroups = True
 
     def save(self, subject: Subject, path: Path) -> None:
         """Saves a state; all ranks of the subject call it."""
@@ -200,6 +204,7 @@ class TorchCheckpointing(Way):
     """
 
     name = "torch_checkpointing"
+    subgroups = False
 
     def __init__(self, folder: Path) -> None:
         self._direct = _takes_direct_writes(folder)
@@ -259,6 +264,8 @@ class ByteCheckpoint(Way):
     """The library `bytecheckpoint`; it asserts a torch below 2.6, which is told to it here."""
 
     name = "bytecheckpoint"
+    leaves_out = ".step"
+    subgroups = False
 
     def __init__(self) -> None:
         logging.disable(logging.WARNING)
