@@ -212,6 +212,19 @@ def _temporary(place: int) -> str:
     return f".{place:05d}.tmp"
 
 
+def is_leftover(name: str, ranks: int) -> bool:
+    """Returns whether a file is what a save was writing when it was killed.
+
+    Args:
+        name: Its name.
+        ranks: How many ranks save now; those begin their temporary files anew themselves.
+    """
+    if not (name.startswith(".") and name.endswith(".tmp")):
+        return False
+    place = name[1:-4]
+    return not place.isdigit() or int(place) >= ranks
+
+
 class _LocalOut:
     """A data file under a temporary name, which stays until the save is over.
 

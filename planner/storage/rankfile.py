@@ -81,7 +81,6 @@ class RankFile:
         )
         self._header: HeaderText | None = None
         self._stamped = ""
-        self._published: list[str] = []
         self.out = files.create(self.marker.place, "")
 
     def write(
@@ -177,15 +176,7 @@ class RankFile:
             part = part_to_json(told, marker.stage, save, marker.digest)
             name = part_name(save, marker.stage)
             self._files.put(name, json.dumps(part, separators=(",", ":")).encode(), sync)
-            self._published.append(name)
-        name = data_name(save, marker.place, marker.ranks)
-        self.out.publish(name)
-        self._published.append(name)
-
-    def retract(self) -> None:
-        """Takes the file's names away again: the save has failed."""
-        for name in self._published:
-            self._files.delete(name)
+        self.out.publish(data_name(save, marker.place, marker.ranks))
 
     def difference(self, session: Session) -> str:
         """Returns how this rank's plan differs from that of its stage's first, empty if equal."""

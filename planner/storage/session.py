@@ -15,8 +15,12 @@
 The leader (place 0) draws the id anew for every attempt, and a rank counts only if its file stands in the folder
 of that id. So what an earlier attempt left behind is never taken for a part of this one, even by a
 rank that looked before the leader had begun: it sees the id change, and puts its file there again.
+
+Only the leader deletes what has been put into a save's folder, and only when it gives the save up or
+opens another: a rank that stopped waiting can't know whether its file is part of a checkpoint by now.
 """
 
+import contextlib
 import json
 import secrets
 import time
@@ -28,7 +32,7 @@ from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
 from .commit import CHECKPOINT, Commit, is_save, parse, read_commit
-from .files import Files
+from .files import Files, is_leftover
 
 STATUS = ".save.json"
 _OPEN, _FAILED = "open", "failed"
@@ -138,6 +142,8 @@ class Session:
         for name in self.files.names(""):
             if is_save(name) and name not in (save, self.old):
                 self.files.delete_folder(name)
+            elif is_leftover(name, self.ranks):
+                self.files.delete(name)
 
     def _tell(self, state: str, error: str = "") -> None:
         self._beat += 1
@@ -183,10 +189,8 @@ class Session:
         while True:
             status = self._status()
             save = None if status is None else str(status["save"])
-            if announced is not None and (save != announced or watch.quiet > 1):
-                commit = read_commit(self.files)
-                if commit is not None and commit.save == announced:
-                    return
+            if save != announced and self._is_complete(announced):
+                return
             if status is not None and save is not None and save not in self._stale:
                 if status["state"] == _FAILED or self._seen.intersection(status["failed"]):
                     raise CheckpointError(
@@ -201,11 +205,17 @@ class Session:
                     except FileNotFoundError:  # that save's folder is gone: another one begins
                         continue
             if not watch.pause((status, self.files.written_bytes(0))):
+                if self._is_complete(announced):
+                    return
                 raise CheckpointError(
                     f"{self.files.root}: rank 0 gave no sign of life for {self.timeout} s while "
                     f"place {self.place} waited for it to complete the save. What was there before "
                     "is as it was. Look for rank 0's own error, or raise timeout=."
                 )
+
+    def _is_complete(self, save: str | None) -> bool:
+        commit = None if save is None else read_commit(self.files)
+        return commit is not None and commit.save == save
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks that this one has failed, and waits until they know."""
@@ -225,6 +235,8 @@ class Session:
             error: Why.
             keep: Whether the folder stays until the next save, so that others can look into it.
         """
+        if self._is_complete(self.save):
+            return  # what failed came after the one step that counts
         self._tell(_FAILED, str(error) if isinstance(error, CheckpointError) else told(error))
         if self.save is not None and not keep:
             self.files.delete_folder(self.save)
@@ -274,14 +286,16 @@ class Session:
         """Makes the save the checkpoint, and deletes the one before; called by the leader."""
         self.files.sync_folder(commit.save)
         self.files.put(CHECKPOINT, commit.encode(), sync=True)
-        self.files.delete(STATUS)
-        self.files.delete(".metadata")
-        for name in self.files.names(commit.save):
-            if name.endswith(".ready"):
-                self.files.delete(f"{commit.save}/{name}")
-        for name in self.files.names(""):
-            if is_save(name) and name != commit.save:
-                self.files.delete_folder(name)
+        # The save is complete. What is left to do the next save does too, if it fails here.
+        with contextlib.suppress(OSError):
+            self.files.delete(STATUS)
+            self.files.delete(".metadata")
+            for name in self.files.names(commit.save):
+                if name.endswith(".ready"):
+                    self.files.delete(f"{commit.save}/{name}")
+            for name in self.files.names(""):
+                if is_save(name) and name != commit.save:
+                    self.files.delete_folder(name)
 
 
 def told(error: BaseException) -> str:
@@ -296,11 +310,6 @@ class _Watch:
         self._timeout = timeout
         self._seen: Any = None
         self._since = time.monotonic()
-
-    @property
-    def quiet(self) -> float:
-        """Seconds since the last change."""
-        return time.monotonic() - self._since
 
     def pause(self, seen: Any) -> bool:
         """Pauses; returns whether there may still be something to wait for."""

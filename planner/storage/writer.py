@@ -196,7 +196,6 @@ class SafetensorsWriter(StorageWriter):
         except BaseException as error:
             if session.leads:
                 session.give_up(error, keep=isinstance(error, PlansDiffer))
-            file.retract()
             raise
         finally:
             file.out.discard()
