@@ -214,10 +214,10 @@ def save_twice_and_let_go(config: Config, path: str) -> tuple[int, int, list[str
         watched = []
         for add in (0.0, 0.25):
             state = state_dict(config, model, blank=False, add=add)
-            watched += [
-                weakref.ref(t.to_local() if isinstance(t, DTensor) else t)
-                for t in state["model"].values()
-            ]
+            slots = state["optimizer"]["state"].values()
+            tensors = [*state["model"].values(), *(t for slot in slots for t in slot.values())]
+            watched += map(weakref.ref, tensors)
+            del tensors, slots
             dcp.save(state, checkpoint_id=f"{path}/{add}", planner=saver)
             del state
     finally:
