@@ -4,7 +4,9 @@ from pathlib import Path
 
 from shardplan.layouts import CheckpointError
 
+from ..storage.commit import CHECKPOINT
 from .opened import Checkpoint
+from .own import OwnCheckpoint
 from .safetensors_files import INDEX, SafetensorsFiles
 from .stock import StockCheckpoint
 from .torch_file import TorchFile
@@ -15,6 +17,7 @@ def open_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
 
     | path | format |
     |---|---|
+    | folder with `checkpoint.json` | the library's own |
     | folder with `.metadata` | stock DCP |
     | folder with `*.safetensors`, or one such file | safetensors, Hugging Face |
     | another file | a state dict by `torch.save` |
@@ -30,12 +33,16 @@ def open_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     if path.is_dir():
+        if (path / CHECKPOINT).is_file():
+            return OwnCheckpoint(path)
         if (path / ".metadata").is_file():
             return StockCheckpoint(path, trust_pickle=trust_pickle)
         if (path / INDEX).is_file() or any(path.glob("*.safetensors")):
             return SafetensorsFiles(path)
-        kinds = "`.metadata`, *.safetensors"
-        inner = [p.parent.name for p in path.glob("*/.metadata")]
+        kinds = f"{CHECKPOINT}, .metadata, *.safetensors"
+        inner = [
+            p.parent.name for mark in (CHECKPOINT, ".metadata") for p in path.glob("*/" + mark)
+        ]
         hint = f" Did you mean {path / inner[0]}?" if inner else ""
         raise CheckpointError(f"{path}: no checkpoint in this folder (looked for {kinds}).{hint}")
     if path.name == ".metadata":

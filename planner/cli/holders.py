@@ -24,7 +24,7 @@ from ..recipes.forecast import Placement, holders
 from ..recipes.numbers import Numbers
 from ..recipes.parameters import Parameter, parameters
 
-_RANK = re.compile(r"^_*(\d+)_")
+_RANK = re.compile(r"_*(\d+)(?:_|-of-\d+\.safetensors$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,16 @@ def of_recipe(placement: Placement, parameter: Parameter) -> Panel:
     return panel
 
 
+def rank_of(file: str) -> int | None:
+    """Returns the rank that a file's name tells of, None if it tells of none.
+
+    >>> rank_of("__3_0.distcp"), rank_of("00f/00003-of-00008.safetensors"), rank_of("model.pt")
+    (3, 3, None)
+    """
+    found = _RANK.match(file.rpartition("/")[2])
+    return int(found[1]) if found else None
+
+
 def of_checkpoint(checkpoint: Checkpoint, key: str) -> Panel:
     """Returns where a key's chunks lie: which rank's file, or which file, has which part."""
     stored = checkpoint.tensor(key)
@@ -141,7 +151,7 @@ def of_checkpoint(checkpoint: Checkpoint, key: str) -> Panel:
     rows = shape[0] if shape else 1
     panel = Panel(f"{checkpoint.path.name}", rows, math.prod(shape[1:]))
     files = sorted(checkpoint.file_bytes())
-    ranks = {name: int(m[1]) for name in files if (m := _RANK.match(name))}
+    ranks = {name: rank for name in files if (rank := rank_of(name)) is not None}
     known = len(ranks) == len(files)
     panel.who = "rank" if known else "file"
     panel.world = max(ranks.values()) + 1 if known and ranks else len(files)

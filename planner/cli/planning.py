@@ -12,6 +12,7 @@ from shardplan.layouts import LayoutError
 
 from ..checkpoints.opened import Checkpoint
 from ..checkpoints.opening import open_checkpoint
+from ..checkpoints.own import OwnCheckpoint
 from ..recipes.change import change
 from ..recipes.files import Recipe, load_recipe, shipped
 from ..recipes.forecast import Forecast, forecast, place
@@ -19,7 +20,7 @@ from ..recipes.parallel import Parallel
 from ..recipes.trial import stock_bytes_per_chunk, time_planning
 from . import blocks, chain
 from .drawing import draw_bytes, draw_panels
-from .holders import Panel, find_parameter, locate, of_checkpoint, of_recipe
+from .holders import Panel, find_parameter, locate, of_checkpoint, of_recipe, rank_of
 from .options import Json, Trust, keys_like
 from .output import NO, console, number, plain, say_json, size, stop, verb
 
@@ -316,6 +317,12 @@ def explain(
     out = console()
     out.print(f"[bold]{plain(parameter.name)}[/] on rank {rank} of {plain(parallel.title)}")
     out.print(f"  {plain(grid.facts())}\n")
+    _print_way(way, limit)
+    out.print(f"\n{plain(writes)}")
+
+
+def _print_way(way: list[chain.Step], limit: int) -> None:
+    out = console()
     last = ""
     for step in way:
         arrow = "  " if step.space == "storage" else "→ "
@@ -323,7 +330,6 @@ def explain(
         last = step.space
         out.print(f"{arrow if name else '  '}[bold cyan]{name:<10}[/]{plain(step.words)}")
         _print_boxes(step.boxes, limit)
-    out.print(f"\n{plain(writes)}")
 
 
 def _print_boxes(boxes: Any, limit: int) -> None:
@@ -360,10 +366,11 @@ def _explain_checkpoint(
     boxes = []
     for chunk in stored.chunks:
         name, start, length = checkpoint.chunk_bytes(key, chunk)
-        prefix = f"__{rank}_"
-        mine = name.startswith(prefix) if panel.who == "rank" else files.index(name) == rank
+        mine = (rank_of(name) if panel.who == "rank" else files.index(name)) == rank
         if mine:
             boxes.append((name, start, length, list(chunk.offsets), list(chunk.sizes)))
+    laid = checkpoint.layout(key, rank) if isinstance(checkpoint, OwnCheckpoint) else None
+    way = [] if laid is None else chain.steps(*laid)
     if as_json:
         names = ("file", "start", "length", "offsets", "sizes")
         say_json(
@@ -371,6 +378,8 @@ def _explain_checkpoint(
                 "key": key,
                 "shape": list(stored.size),
                 "rank": rank,
+                "grid": None if laid is None else laid[1].facts(),
+                "steps": [dataclasses.asdict(step) for step in way],
                 "chunks": [dict(zip(names, box, strict=True)) for box in boxes],
             }
         )
@@ -379,7 +388,12 @@ def _explain_checkpoint(
     dtype = str(stored.properties.dtype).removeprefix("torch.")
     shape = plain(str(list(stored.size)))
     out.print(f"[bold]{plain(key)}[/] {dtype} {shape} as {panel.who} {rank} wrote it")
-    out.print("  [dim]this format holds no layouts: storage → global[/]")
+    if laid is None:
+        out.print("  [dim]this format holds no layouts: storage → global[/]")
+    else:
+        out.print(f"  {plain(laid[1].facts())}\n")
+        _print_way(way, limit)
+        out.print()
     if not boxes:
         holders = sorted({held.rank for held in panel.held})
         shown = ", ".join(map(str, holders[:16])) + (" …" if len(holders) > 16 else "")
