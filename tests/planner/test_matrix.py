@@ -10,6 +10,7 @@ from typing import Any
 import hybrid
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import world
 from hybrid import Config
 from memory import Memory, MemoryReader, MemoryWriter
@@ -201,3 +202,25 @@ def test_every_ordered_pair(source, target):
         assert [] == report.missing
         if config.pp == 1:
             assert [] == report.unexpected
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("tp2-fsdp2", "pp2-hsdp"), ("virtual", "cuts3"), ("pp4-ep2", "tp4")]
+)
+def test_pairs_through_files(source, target, tmp_path):
+    """The same with torch's own file system writer and reader; stock opens the files too."""
+    config = BY_NAME[source]
+    states = [hybrid.state_dict(config, rank) for rank in range(config.world)]
+    planners = [planner(LayoutAwareSavePlanner, config, rank) for rank in range(config.world)]
+    world.save(tmp_path, states, planners)
+    wanted = BY_NAME[target]
+    found = [hybrid.state_dict(wanted, rank, blank=True) for rank in range(wanted.world)]
+    world.load(tmp_path, found, load_planners(target))
+    for rank, state in enumerate(found):
+        assert [] == differences(hybrid.after_load(wanted, rank), state), f"rank {rank}"
+    expected = {f"model.{k}": v for k, v in hybrid.tensors_on_disk(config).items()}
+    whole = {key: torch.full_like(tensor, -1) for key, tensor in expected.items()}
+    dcp.load(
+        whole, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    )
+    assert [] == differences(expected, whole)
