@@ -202,8 +202,10 @@ class Session:
                         announce(save)
                         announced = save
                         self._seen.add(save)
-                    except FileNotFoundError:  # that save's folder is gone: another one begins
-                        continue
+                    except FileNotFoundError:
+                        pass  # that save's folder is gone: another one is about to begin
+                    except FileExistsError:
+                        self._stale.add(save)  # an earlier attempt, which had this rank's file
             if not watch.pause((status, self.files.written_bytes(0))):
                 if self._is_complete(announced):
                     return
