@@ -3,6 +3,7 @@
 | format | is |
 |---|---|
 | `dcp` | a folder that stock `dcp.load` opens |
+| `shardplan` | a folder in the library's own format |
 | `torch` | one file that `torch.load` opens |
 | `safetensors` | one file, tensors only |
 """
@@ -19,12 +20,13 @@ from shardplan.layouts.errors import summary
 
 from ..entries import Index, stock_path
 from .opened import Checkpoint
+from .own_writing import write_own
 from .streamed import StreamedSavePlanner, save_alone
 from .streams import Source, write_safetensors
 from .torch_archive import write_archive
 
 Advance = Callable[[int], None]
-FORMATS = ("dcp", "torch", "safetensors")
+FORMATS = ("dcp", "shardplan", "torch", "safetensors")
 
 
 def sources(checkpoint: Checkpoint) -> dict[str, Source]:
@@ -73,6 +75,9 @@ def convert(
     elif to == "torch":
         loaded = {key: checkpoint.load_object(key, trust_pickle) for key in objects}
         write_archive(out, nested(checkpoint, {**sources(checkpoint), **loaded}), advance)
+    elif to == "shardplan":
+        loaded = {key: checkpoint.load_object(key, trust_pickle) for key in objects}
+        write_own(out, sources(checkpoint), loaded, advance, overwrite=True)
     elif to == "dcp":
         paths = {
             key: stock_path(checkpoint.state_path(key)) for key in (*checkpoint.tensors, *objects)

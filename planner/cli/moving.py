@@ -20,7 +20,7 @@ def convert_(
     ckpt: Checkpoint_,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder or file to make.")],
     to: Annotated[
-        Literal["dcp", "torch", "safetensors"] | None,
+        Literal["dcp", "shardplan", "torch", "safetensors"] | None,
         typer.Option(
             "--to", help="Format; by default from OUT's suffix: .pt, .safetensors, or dcp."
         ),
@@ -32,7 +32,7 @@ def convert_(
     json_: Json = False,
     trust_pickle: Trust = False,
 ) -> None:
-    """Write a checkpoint in another format: stock DCP, one torch.save file, or safetensors."""
+    """Write a checkpoint in another format: stock DCP, our own, a torch.save file, safetensors."""
     suffixes = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
     kind = to or suffixes.get(out.suffix, "dcp")
     check_free(out, overwrite)

@@ -1,6 +1,5 @@
 """The real planner timed on one rank of a described model, with memory that is never touched."""
 
-import mmap
 import pickle
 import time
 from dataclasses import dataclass
@@ -9,13 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from ..checkpoints.unbacked import unbacked
 from ..compat import storage_info
 from ..save import LayoutAwareSavePlanner
 from .files import WEIGHT
 from .forecast import Placement
-
-_ALIGNMENT = 64
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +68,9 @@ def _blank(placement: Placement, state: dict[str, torch.dtype]) -> dict[str, Any
         for fqn, layout in layouts.items()
         for slot, dtype in state.items()
     ]
-    total = sum(-(-n * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for _, _, dtype, n in held)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    memory = torch.frombuffer(mmap.mmap(-1, max(total, 1), flags=flags), dtype=torch.uint8)
+    tensors = unbacked((dtype, (numel,)) for _, _, dtype, numel in held)
     values: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
-    place = 0
-    for fqn, slot, dtype, numel in held:
-        nbytes = numel * dtype.itemsize
-        tensor = memory[place : place + nbytes].view(dtype)
-        place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    for (fqn, slot, _, _), tensor in zip(held, tensors, strict=True):
         if slot == WEIGHT:
             values["model"][fqn] = tensor
         else:

@@ -230,6 +230,18 @@ def test_convert_keeps_everything(stock, tmp_path, suffix):
     assert same(state(), loaded)
 
 
+def test_convert_to_our_own_format_and_back(stock, tmp_path):
+    answer = shardplan("convert", stock, tmp_path / "own", "--to", "shardplan")
+    assert 0 == answer.status, answer.err
+    assert 0 == shardplan("verify", tmp_path / "own").status
+    answer = shardplan("diff", stock, tmp_path / "own", "--values")
+    assert 0 == answer.status, answer.out
+    shardplan("convert", tmp_path / "own", tmp_path / "back")
+    loaded = state(1)
+    dcp.load(loaded, checkpoint_id=tmp_path / "back")
+    assert same(state(), loaded)
+
+
 def test_convert_to_safetensors_needs_leave_to_drop_objects(stock, tmp_path):
     out = tmp_path / "out.safetensors"
     answer = shardplan("convert", stock, out)
@@ -262,6 +274,8 @@ def test_dtypes_survive_every_format(tmp_path, dtype):
     for one, two in itertools.pairwise(names):
         assert 0 == shardplan("convert", tmp_path / one, tmp_path / two).status
         assert 0 == shardplan("diff", tmp_path / one, tmp_path / two, "--values").status
+    assert 0 == shardplan("convert", tmp_path / "d", tmp_path / "e", "--to", "shardplan").status
+    assert 0 == shardplan("diff", tmp_path / "a", tmp_path / "e", "--values").status
 
 
 class Trap:
