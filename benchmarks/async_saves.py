@@ -165,8 +165,17 @@ class AsyncTorchCheckpointing(AsyncWay):
         return Started(manager.lock, done)
 
 
-def async_ways(cuda: bool, threads: int, folder: Path) -> list[Callable[[], AsyncWay]]:
-    """Returns makers of all ways; each is made when its turn comes, so that only one holds buffers."""
+def async_ways(
+    cuda: bool, threads: int, folder: Path, wanted: list[str]
+) -> dict[str, Callable[[], AsyncWay]]:
+    """Returns makers of all ways; each is made when its turn comes, so that only one holds buffers.
+
+    Args:
+        cuda: Whether the state is on a GPU.
+        threads: Writing threads of all ways that take a number.
+        folder: Where checkpoints will lie.
+        wanted: Names to keep; all if empty.
+    """
 
     def stock(subject: Subject, path: Path) -> dict[str, Any]:
         return {"storage_writer": dcp.FileSystemWriter(path, thread_count=threads)}
@@ -184,7 +193,7 @@ def async_ways(cuda: bool, threads: int, folder: Path) -> list[Callable[[], Asyn
     def own(stager: bool) -> AsyncWay:
         planner = Own(threads=threads)
         return AsyncWay(
-            "own, own stager" if stager else "own",
+            "own-stager" if stager else "own",
             planner,
             lambda subject, path: {
                 "storage_writer": SafetensorsWriter(path, threads=threads),
@@ -201,19 +210,19 @@ def async_ways(cuda: bool, threads: int, folder: Path) -> list[Callable[[], Asyn
             use_async_staging=True,
             use_non_blocking_copy=True,
         )
-        return AsyncWay("stock, pinned stager", Stock(threads), stock, DefaultStager(options))
+        return AsyncWay("stock-pinned", Stock(threads), stock, DefaultStager(options))
 
-    made: list[Callable[[], AsyncWay]] = [
-        ours,
-        lambda: AsyncWay("stock", Stock(threads), stock),
-        lambda: AsyncTorchCheckpointing(folder),
-    ]
-    if cuda:
-        made.append(pinned)
-    made.append(lambda: own(False))
+    made: dict[str, Callable[[], AsyncWay]] = {
+        "own": lambda: own(False),
+        "ours": ours,
+        "stock": lambda: AsyncWay("stock", Stock(threads), stock),
+        "torch_checkpointing": lambda: AsyncTorchCheckpointing(folder),
+    }
     if PinnedStager is not None:
-        made.append(lambda: own(True))
-    return made
+        made = {"own-stager": lambda: own(True), **made}
+    if cuda:
+        made["stock-pinned"] = pinned
+    return {name: make for name, make in made.items() if not wanted or name in wanted}
 
 
 def async_rounds(
@@ -230,11 +239,12 @@ def async_rounds(
         step.run(nullcontext, False)
         steps.append(time.perf_counter() - start)
     usual = statistics.median(steps[STEPS:])
-    for make in async_ways(args.device == "cuda", args.threads, folder):
+    makers = async_ways(args.device == "cuda", args.threads, folder, args.async_ways)
+    for name, make in makers.items():
         try:
             way = make()
         except ImportError as error:
-            results.add(kind="error", way="?", operation="async save", error=str(error))
+            results.add(kind="error", way=name, operation="async save", error=str(error))
             continue
         for number in range(args.async_saves):
             path = folder / f"async-{number}"

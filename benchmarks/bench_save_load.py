@@ -15,6 +15,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -64,6 +65,8 @@ class Bench:
     def note(self, key: tuple[str, ...], outcome: Any, **facts: Any) -> None:
         """Keeps a measurement; `key` is operation, way, sharding, cache."""
         self.seconds[key].append(outcome.seconds)
+        if self.args.verbose:
+            self.team.say(f"  {' '.join(key)}: {outcome.seconds:.3f} s")
         known = self.facts[key]
         for name in ("host_bytes", "device_bytes"):
             known[name] = max(known.get(name, 0), getattr(outcome, name))
@@ -192,14 +195,26 @@ class Bench:
 
 
 def measure(bench: Bench, chosen: list[Way]) -> None:
-    """Runs all rounds; what fails in one is left out of the later ones."""
+    """Runs all rounds; what fails in one is left out of the later ones.
+
+    Nothing is begun that would end beyond the budget, to judge from how long it took before.
+    """
+    took: dict[str, float] = {}
+    begun = time.monotonic()
     for number in range(bench.args.rounds):
         calls: list[tuple[str, Callable[[int], None]]] = [(LIMIT, bench.limit)]
         calls += [(way.name, lambda n, way=way: bench.way(way, n)) for way in chosen]  # type: ignore[misc]
         turn = number * max(1, len(calls) // max(1, bench.args.rounds)) % len(calls)
         for name, call in calls[turn:] + calls[:turn]:
-            if (name, "save") not in bench.errors:
-                call(number)
+            if (name, "save") in bench.errors:
+                continue
+            start = time.monotonic()
+            needed = start - begun + took.get(name, 0)
+            if bench.team.highest(needed)[0] > bench.args.budget:
+                bench.team.say(f"  {name}: left out of round {number + 1}, the budget is spent")
+                continue
+            call(number)
+            took[name] = time.monotonic() - start
         bench.team.say(f"round {number + 1} of {bench.args.rounds} is over")
 
 
@@ -224,8 +239,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ways", nargs="*", default=[], help="some only; see ways.py")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budget", type=float, default=1e9, help="of the rounds, in seconds")
     parser.add_argument("--no-sync", action="store_true", help="leave synchronous saves out")
     parser.add_argument("--async-saves", type=int, default=0, help="saves of each way, in a row")
+    parser.add_argument("--async-ways", nargs="*", default=[], help="some only")
     parser.add_argument("--step", type=float, default=0.1, help="seconds of a training step")
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: TMPDIR")
     parser.add_argument("--timeout", type=int, default=300, help="of a collective, in seconds")
