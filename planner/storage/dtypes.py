@@ -9,8 +9,6 @@
 
 import torch
 
-from shardplan.layouts import CheckpointError
-
 _NAMES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -49,11 +47,11 @@ def dtype_of(name: str) -> torch.dtype:
     """Returns the dtype that `dtype_name` named.
 
     Raises:
-        CheckpointError: If this torch has no such dtype.
+        ValueError: If this torch has no such dtype.
     """
     dtype = _NAMES.get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise CheckpointError(f"{name!r} is no dtype of torch {torch.__version__}")
+        raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
     return dtype
 
 

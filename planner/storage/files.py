@@ -139,14 +139,15 @@ class LocalFiles:
     def read(self, name: str) -> bytes | None:
         try:
             with open(self.folder / name, "rb") as file:
-                data = file.read(SMALL_FILE + 1)
+                nbytes = os.fstat(file.fileno()).st_size
+                if nbytes > SMALL_FILE:
+                    raise CheckpointError(
+                        f"{self.folder / name}: {nbytes} bytes long, and no manifest is longer than "
+                        f"{SMALL_FILE}. The file is damaged, or hostile."
+                    )
+                return file.read(nbytes)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if len(data) > SMALL_FILE:
-            raise CheckpointError(
-                f"{self.folder / name}: larger than {SMALL_FILE} bytes, which no manifest is"
-            )
-        return data
 
     def put(self, name: str, data: bytes, sync: bool = False) -> None:
         path = self.folder / name
@@ -243,12 +244,18 @@ class _LocalOut:
 
     def write(self, data: Any, position: int) -> None:
         view = memoryview(data)
-        while view.nbytes:
-            count = os.pwrite(self._fd, view, position)
-            view, position = view[count:], position + count
+        try:
+            while view.nbytes:
+                count = os.pwrite(self._fd, view, position)
+                view, position = view[count:], position + count
+        except OSError as error:  # a call with a descriptor does not name the file
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def sync(self) -> None:
-        os.fsync(self._fd)
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def publish(self, name: str) -> None:
         target = self._folder / name
