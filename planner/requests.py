@@ -35,6 +35,7 @@ from .per_rank import PerRank, Seat, indices_saved
 from .policies import LoadPolicies
 from .reading import Saved
 from .report import LoadReport
+from .storable import overlaps
 
 
 class Form(NamedTuple):
@@ -239,6 +240,12 @@ class Requests:
                 f"{key}: {fault.replace('is covered by no chunk', 'not covered by the checkpoint')}"
                 f" ({grids.facts()}). The checkpoint is incomplete, or holds one rank's part only."
                 for fault in faults
+            )
+            return
+        if overlaps(tensor):
+            self.faults.append(
+                f"{key}: several elements of the tensor to fill share memory (strides "
+                f"{local_tensor(tensor).stride()}). Load into a tensor of its own, such as its clone()."
             )
             return
         number = len(self.targets)

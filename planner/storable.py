@@ -4,6 +4,7 @@
 |---|---|
 | `check_storable` | refuses a tensor that can't be stored or filled, by its key |
 | `storage_fault` | why it can't |
+| `overlaps` | whether elements share memory, so that it can be stored and not filled |
 
 What is stored is a dense, strided run of elements of one dtype. A tensor whose elements are not
 its own (a wrapper around packed integers and scales), are not all there (sparse) or are of unequal
@@ -79,3 +80,11 @@ def storage_fault(local: torch.Tensor) -> str | None:
             "to_empty(device=...), or pass policies=LoadPolicies(meta='cpu') to the load planner"
         )
     return None
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Returns whether several elements of a tensor share memory, as after `expand`."""
+    local = local_tensor(tensor)
+    return 0 in local.stride() and any(
+        step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)
+    )
