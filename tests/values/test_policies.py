@@ -1,0 +1,93 @@
+"""Policies of a load: their defaults lose nothing, and what they allow is in the report."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner, LoadPolicies
+
+
+@pytest.fixture
+def path(tmp_path):
+    state = {"w": torch.arange(4.0), "n": 3, "opt": {"state": {0: {"m": torch.ones(2)}}}}
+    dcp.save(state, checkpoint_id=str(tmp_path), planner=LayoutAwareSavePlanner())
+    return str(tmp_path)
+
+
+def load(path, state, **given):
+    planner = LayoutAwareLoadPlanner(**given)
+    dcp.load(state, checkpoint_id=path, planner=planner)
+    return planner.report
+
+
+def test_defaults_lose_nothing():
+    chosen = LoadPolicies()
+    assert ("error", "error", "error") == (chosen.missing, chosen.fewer_ranks, chosen.more_ranks)
+    assert ("widen", "report", "error") == (chosen.dtype, chosen.unexpected, chosen.meta)
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("missing", "ignore"),
+        ("dtype", "any"),
+        ("padding", None),
+        ("meta", "disk"),
+        ("more_ranks", ""),
+    ],
+)
+def test_a_choice_that_does_not_exist(name, choice):
+    with pytest.raises(ValueError, match=f"^{name}={choice!r} is n"):
+        LoadPolicies(**{name: choice})
+
+
+def test_missing(path):
+    state = {"w": torch.zeros(4), "other": torch.full((2,), -1.0)}
+    with pytest.raises(CheckpointException, match=r"other: not in the checkpoint"):
+        load(path, state)
+    assert [0, 0, 0, 0] == state["w"].tolist()
+    for given in ({"strict": False}, {"policies": LoadPolicies(missing="report")}):
+        report = load(path, state, **given)
+        assert (["w"], ["other"]) == (report.loaded, report.missing)
+        assert ([0, 1, 2, 3], [-1, -1]) == (state["w"].tolist(), state["other"].tolist())
+
+
+def test_nothing_found_is_always_an_error(path):
+    with pytest.raises(CheckpointException, match=r"none of the 1 requested keys .* x"):
+        load(path, {"x": 1}, strict=False)
+
+
+def test_unexpected(path):
+    """A key of a section that was loaded, which nothing asks for."""
+    state = {"opt": {"state": {0: {"m": torch.zeros(2)}}}}
+    report = load(path, state)
+    assert [] == report.unexpected  # other sections may be left out
+    extended = {"opt": {"state": {0: {"m": torch.ones(2)}}, "lr": 0.5}}
+    dcp.save(extended, checkpoint_id=path + "x", planner=LayoutAwareSavePlanner())
+    report = load(path + "x", state)
+    assert ["opt.lr"] == report.unexpected
+    with pytest.raises(CheckpointException, match=r"opt\.lr: nothing asks for it"):
+        load(path + "x", state, policies=LoadPolicies(unexpected="error"))
+
+
+def test_dtype(path):
+    half = {"w": torch.zeros(4, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointException, match=r"w: saved as torch\.float32, wanted as .*cast"):
+        load(path, half)
+    report = load(path, half, policies=LoadPolicies(dtype="cast"))
+    assert {"w": ("torch.float32", "torch.bfloat16")} == report.converted
+    assert [0, 1, 2, 3] == half["w"].tolist()
+    with pytest.raises(CheckpointException, match="allows no conversion"):
+        load(path, {"w": torch.zeros(4, dtype=torch.float64)}, dtype="exact")
+
+
+def test_the_short_forms_win_over_policies(path):
+    state = {"w": torch.zeros(4), "x": 0}
+    report = load(path, state, policies=LoadPolicies(missing="error"), strict=False)
+    assert ["x"] == report.missing
+
+
+def test_the_report_as_text(path):
+    report = load(path, {"w": torch.zeros(4), "x": 0}, strict=False)
+    assert "1 loaded; 1 missing (x)" == str(report)
