@@ -20,6 +20,8 @@ from shardplan.layouts.model import clean_name
 
 Path = tuple[Any, ...]
 
+_BEFORE_NAMES = ("state", "param_groups")  # what an optimizer's state dict has before names
+
 
 class Index(int):
     """A position in a list, as an element of a path; plain integers are keys of mappings."""
@@ -120,10 +122,13 @@ class Names:
     def chunks_of(self, path: Path) -> list[int]:
         """Returns the chunks of the model that may answer for a path, by its first element."""
         _, number = _section(path[0])
+        sections = [own for own, _ in self._chunks]
+        # A section that no model is named for, such as an optimizer's, may be of any of them.
+        anyone = str(path[0]) not in sections
         return [
             chunk
-            for chunk, (own, _) in enumerate(self._chunks)
-            if own in (None, str(path[0]))
+            for chunk, own in enumerate(sections)
+            if (anyone or own in (None, str(path[0])))
             and not (self._virtual and number is not None and number != chunk)
         ]
 
@@ -149,7 +154,8 @@ class Names:
             raise LayoutError(
                 f"{key_of(path)}: chunks {places[0][0]} and {places[1][0]} of the model both have "
                 f"a parameter {places[0][1]}. Name the sections after the chunks (model0, model1 "
-                "and optimizer0, optimizer1)."
+                "and optimizer0, optimizer1), or say whose the section is: "
+                f"model={{{str(path[0])!r}: module, ...}}."
             )
         chunk, fqn, place = places[0]
         if place.before:
@@ -166,15 +172,19 @@ def _section(name: Any) -> tuple[Any, int | None]:
 
 def _find(path: Path, names: Mapping[str, None]) -> tuple[str, Place] | None:
     """Finds a parameter's name in a path: the element itself, or part of a dotted element."""
-    for last in range(len(path) - 1, max(len(path) - 3, -1), -1):
-        element, after = path[last], path[last + 1 :]
-        if not isinstance(element, str):
+    last = len(path) - 1
+    # Behind `state` and `param_groups` the name comes first and the slot last, also where a
+    # parameter has the slot's name.
+    slotted = last >= 2 and path[last - 2] in _BEFORE_NAMES
+    for at in (last - 1, last) if slotted else (last, last - 1):
+        element, after = path[at], path[at + 1 :]
+        if at < 0 or not isinstance(element, str):
             continue
         if element in names:
-            return element, Place(path[:last], "", "", after)
+            return element, Place(path[:at], "", "", after)
         clean = clean_name(element)
         if clean != element and clean in names:
-            return clean, Place(path[:last], "", "", after)
+            return clean, Place(path[:at], "", "", after)
     element = path[-1]
     if isinstance(element, str) and "." in element:
         return _inside(path, element, names)
@@ -184,7 +194,10 @@ def _find(path: Path, names: Mapping[str, None]) -> tuple[str, Place] | None:
 def _inside(path: Path, element: str, names: Mapping[str, None]) -> tuple[str, Place] | None:
     """Finds a name inside a dotted element such as `state.layers.0.w.exp_avg`."""
     tokens = element.split(".")
-    for start in range(len(tokens)):
+    starts = list(range(len(tokens)))
+    if tokens[0] in _BEFORE_NAMES:
+        starts = [*starts[1:], 0]
+    for start in starts:
         for stop in (len(tokens), len(tokens) - 1):
             inner = ".".join(tokens[start:stop])
             fqn = inner if inner in names else clean_name(inner)

@@ -7,6 +7,7 @@
 | `sort_values` | makes them |
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdi
     orders = [{fqn: i for i, fqn in enumerate(chunk.layouts)} for chunk in table.chunks]
     kinds: dict[tuple[int, Place, str, torch.dtype | None], Kind] = {}
     lone: list[tuple[int, Path, DTensor]] = []
+    moved: list[Holding] = []
     for number, (path, value) in enumerate(values):
         found = table.names.find(path)
         is_tensor = isinstance(value, torch.Tensor)
@@ -118,15 +120,40 @@ def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdi
         else:
             layout, role = checks[chunk].fit(found, slot, value)
             dtype = value.dtype
+            if layout is not table.chunks[chunk].layout(fqn, slot):
+                moved.append(Holding(number, Kind(chunk, place, role, dtype), 0, layout))
+                continue
         ident = (chunk, place, role, dtype)
         if role == VALUE:
             kind = Kind(chunk, place, role, dtype, tuple(value.shape))
         else:
             kind = kinds.get(ident) or kinds.setdefault(ident, Kind(*ident))
         holdings.held.append(Holding(number, kind, orders[chunk][fqn], layout))
+    if moved:
+        _place_moved(holdings, moved)
     if lone:
         _place_lone(table, holdings, lone)
     return holdings
+
+
+def _place_moved(holdings: Holdings, moved: list[Holding]) -> None:
+    """Gives DTensors that are cut otherwise than their parameter a chunk of their own layouts.
+
+    ZeRO's optimizer state of a replicated parameter is one, a replicated average of a sharded one
+    another.
+    """
+    sources = dict.fromkeys(held.kind.chunk for held in moved)
+    for source in sources:
+        layouts = ModelLayouts()
+        for held in moved:
+            if held.kind.chunk == source:
+                key = held.kind.place.key(held.layout.name)
+                layout = dataclasses.replace(held.layout, fqn=key)
+                kind = dataclasses.replace(held.kind, chunk=len(holdings.chunks))
+                layouts[key] = layout
+                holdings.held.append(Holding(held.number, kind, len(layouts) - 1, layout))
+        grids = holdings.chunks[source].grids
+        holdings.chunks = (*holdings.chunks, Chunk(None, grids, layouts, {}))
 
 
 def _check_description(table: LayoutTable, path: Path, found: Found, tensor: torch.Tensor) -> None:
@@ -171,7 +198,9 @@ class _Checks:
             self._numel[id(layout.stages)] = numel
         local = local_tensor(tensor)
         held = local.numel()
-        if slot and held == 1 and tensor.numel() == 1 and (slot == "step" or numel != 1):
+        single = slot and held == 1 and tensor.numel() == 1
+        number = tensor.dim() == 0 and len(layout.local_shape) > 0
+        if single and (slot == "step" or number or numel != 1):
             return layout, VALUE
         if isinstance(tensor, DTensor) and not isinstance(layout.storage, FlatBuffer | FlatRanges):
             placed = self._placed(found.fqn, layout, tensor)
@@ -215,9 +244,16 @@ class _Checks:
         self, layout: Layout, tensor: torch.Tensor, local: torch.Tensor, numel: int
     ) -> LayoutError:
         kind = "DTensor's local part" if tensor is not local else "tensor"
+        if local.numel() == numel:
+            return LayoutError(
+                f"{layout.fqn}: the {kind} has shape {tuple(local.shape)} but the parameter "
+                f"{layout.local_shape} ({self._chunk.grids.facts()}). Build the planner with the "
+                "model as it is when it is saved or loaded."
+            )
         return LayoutError(
-            f"{layout.fqn}: the {kind} has {local.numel()} elements (shape {tuple(local.shape)}) "
-            f"but its layout stores {numel} of the local tensor {layout.local_shape} on this rank "
+            f"{layout.fqn}: the {kind} has {local.numel()} elements in shape {tuple(local.shape)} "
+            f"but its layout stores {numel} of a local tensor of shape {layout.local_shape} on this "
+            f"rank "
             f"({self._chunk.grids.facts()}). Pass the provider that knows how it is cut, such as "
             "FSDPFlatBuffer({name: ranges})."
         )

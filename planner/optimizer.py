@@ -136,6 +136,11 @@ class _Members:
     groups: dict[int, list[str]]
 
 
+def lists_members(path: Path) -> bool:
+    """Returns whether a path leads to the parameters of a group: its form, not an option."""
+    return path[-1] in _MEMBERS and _GROUPS in path
+
+
 def _group_sections(paths: Sequence[Path]) -> list[Path]:
     """Returns the paths of the optimizer states that have `param_groups` as a list."""
     found: dict[Path, None] = {}
@@ -169,8 +174,6 @@ def _members(
         known.update(zip(found.get(group, []), listed, strict=False))
     if not any(chunk.layouts for chunk in table.chunks):
         return None
-    if not known:
-        known = _by_order(found, _chunks(table, section))
     groups = {
         group: [
             clean_name(entry) if isinstance(entry, str) else _name(section, entry, known)
@@ -179,18 +182,6 @@ def _members(
         for group, listed in found.items()
     }
     return _Members(known, groups)
-
-
-def _by_order(found: Mapping[int, list[Any]], chunks: Sequence[Chunk]) -> dict[int, str]:
-    """Numbers the parameters of a model in their own order, if all are in one group.
-
-    `Optimizer(model.parameters())` numbers them so; the shapes are checked later like any.
-    """
-    fqns = [fqn for chunk in chunks for fqn in chunk.layouts.parameters]
-    listed = found.get(0, [])
-    if len(found) == 1 and listed == list(range(len(fqns))):
-        return dict(enumerate(fqns))
-    return {}
 
 
 def _name(path: Path, number: Any, ids: Mapping[int, str]) -> str:

@@ -22,6 +22,7 @@ from shardplan.layouts.storage import StorageStage
 # A part smaller than this costs a writer more than its bytes.
 _SMALLEST_PART = 4 << 10
 _SMALLEST_SPLIT = 64 << 10
+_EVEN = 1.05  # the largest part may be so much larger than the mean
 
 
 def parts(sizes: Shape, itemsize: int, replicas: int) -> list[tuple[int, int, int]] | None:
@@ -33,8 +34,8 @@ def parts(sizes: Shape, itemsize: int, replicas: int) -> list[tuple[int, int, in
         replicas: How many ranks hold the box.
 
     Returns:
-        `(dim, start, stop)` of the part of each replica, relative to the box; fewer parts than
-        replicas if no dim is long enough.
+        `(dim, start, stop)` of the part of each replica, relative to the box. A box that no dim
+        divides evenly enough stays whole: replicas then take turns, which is fairer.
     """
     if replicas == 1:
         return None
@@ -43,7 +44,10 @@ def parts(sizes: Shape, itemsize: int, replicas: int) -> list[tuple[int, int, in
         nbytes *= size
     if nbytes < max(_SMALLEST_SPLIT, replicas * _SMALLEST_PART):
         return None
-    return split(sizes, replicas)
+    for dim, size in enumerate(sizes):
+        if -(-size // replicas) * replicas <= _EVEN * size:
+            return [(dim, start, stop) for _, start, stop in split((size,), replicas)]
+    return None
 
 
 def take(box: Box, cut: tuple[int, int, int]) -> Box:

@@ -21,10 +21,11 @@ from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_alia
 from .described import part_of
 from .entries import Path, key_of, stock_path
 from .manifest import Extra, Laid, StageManifest, Stored, stage_metadata, unpadded_keys
-from .optimizer import Named, by_name, optimizer_names
+from .optimizer import Named, by_name, lists_members, optimizer_names
 from .per_rank import PerRank
 from .reading import UNPADDED
 from .snapshot import Snapshot
+from .storable import check_storable
 from .table import build_table
 from .tied import AliasedMetadata
 from .told import Entry
@@ -159,17 +160,18 @@ class LayoutAwareSavePlanner(SavePlanner):
         return self._quiet_plan(alone, call is not None and stores_aliases(call.writer))
 
     def _plan_anew(self, state_dict: dict[str, Any]) -> list[Any]:
+        self._snapshot = None  # a plan that fails leaves none to be reused
         snapshot = Snapshot(state_dict)
         raw = snapshot.take_values()
+        for number, path in enumerate(snapshot.paths):
+            if lists_members(path):
+                snapshot.pin(number, raw[number])
         self._named = by_name(snapshot.paths, raw, self._table, self._ids)
         values: list[tuple[Path, Any]]
         if self._named is None:
             values = list(zip(snapshot.paths, raw, strict=True))
         else:
             values = [(named.path, _value(raw, named)) for named in self._named]
-            for named in self._named:
-                if named.names is not None:
-                    snapshot.pin(named.number, raw[named.number])
         self._plan = write_plan(self._table, values, self._table.grids.leads_stage)
         self._snapshot = snapshot
         return raw
@@ -281,6 +283,8 @@ class LayoutAwareSavePlanner(SavePlanner):
         """
         key = write_item.index.fqn
         value, source = self._take(write_item)
+        if isinstance(value, torch.Tensor):
+            check_storable((key,), value)
         if source.box is None:
             return to_bytes(key, value)
         if source.part is not None:

@@ -49,16 +49,16 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
 
 def copy_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Returns the elements of a box as a new tensor of its sizes."""
-    flat = _plain(tensor).resolve_conj().resolve_neg().reshape(-1)
+    flat = _plain(tensor).resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start).clone()
 
 
 def write_back(tensor: torch.Tensor, box: Box, data: torch.Tensor) -> None:
-    """Writes the elements of a box into a tensor that no view can reach into."""
+    """Writes the elements of a box, and no others, into a tensor that no view can reach into."""
     local = _plain(tensor)
-    flat = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start).copy_(data)
-    local.copy_(flat.reshape(local.shape))
+    order = torch.arange(local.numel(), device=local.device)
+    places = order.as_strided(box.sizes, box.strides, box.start).reshape(-1)
+    local[torch.unravel_index(places, local.shape)] = data.reshape(-1).to(local.dtype)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

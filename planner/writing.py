@@ -186,8 +186,6 @@ class _Pieces:
             size = torch.Size(frame.shape)
             for whole in frame.boxes:
                 cuts = parts(whole.sizes, dtype.itemsize, replicas)
-                if cuts is not None and replica >= len(cuts):
-                    continue
                 box = whole if cuts is None else take(whole, cuts[replica])
                 offsets = torch.Size(box.offsets)
                 chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
