@@ -13,7 +13,7 @@ from .per_rank import PerRank
 from .policies import LoadPolicies
 from .report import LoadReport
 from .save import LayoutAwareSavePlanner
-from .storage import SafetensorsReader, SafetensorsWriter
+from .storage import PinnedStager, SafetensorsReader, SafetensorsWriter
 
 __all__ = [
     "CheckpointError",
@@ -24,6 +24,7 @@ __all__ = [
     "LoadPolicies",
     "LoadReport",
     "PerRank",
+    "PinnedStager",
     "SafetensorsReader",
     "SafetensorsWriter",
 ]

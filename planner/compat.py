@@ -4,6 +4,7 @@
 |---|---|
 | `local_tensor` | a DTensor's local tensor without the autograd wrapper of `to_local()` |
 | `dtensor_spec` | its mesh and placements as one comparable value |
+| `with_local` | a DTensor like another one, with another local tensor, on any device |
 | `is_flattened` | whether FSDP1 wraps any part of a module |
 | `root_mesh` | the mesh that a submesh was sliced from |
 | `calling_save` | what `dcp.save` knows and does not tell its planner: the writer, the mode |
@@ -37,6 +38,14 @@ __all__ = ["ShardedTensor"]
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank stores of a tensor: a DTensor's local part, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(tensor: Any, local: torch.Tensor) -> Any:
+    """Returns a DTensor of the same mesh and placements with another local tensor.
+
+    `DTensor.from_local` would move the local tensor to the mesh's device.
+    """
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def dtensor_spec(tensor: Any) -> Any:

@@ -6,6 +6,7 @@
 | `session`, `commit`, `join`, `claims` | how ranks end a save together, and what makes it complete |
 | `part`, `plain`, `header`, `dtypes`, `sums` | the format: manifest, Python values, data file |
 | `reader`, `owners`, `datafile`, `segments`, `fetch`, `checks` | `SafetensorsReader` |
+| `stager` | `PinnedStager`, for asynchronous saves |
 | `files`, `buffers` | where files lie, and host memory of bounded size |
 
 The format is described in FORMAT.md.
@@ -13,6 +14,7 @@ The format is described in FORMAT.md.
 
 from .reader import SafetensorsReader
 from .segments import Stats
+from .stager import PinnedStager
 from .writer import SafetensorsWriter
 
-__all__ = ["SafetensorsReader", "SafetensorsWriter", "Stats"]
+__all__ = ["PinnedStager", "SafetensorsReader", "SafetensorsWriter", "Stats"]

@@ -17,11 +17,26 @@ from shardplan.planner import (
 )
 
 SHAPES = {"w": (8, 4), "b": (8,)}
-NAMES = (
-    "all_gather all_gather_object all_gather_into_tensor all_reduce all_to_all barrier broadcast "
-    "broadcast_object_list gather gather_object irecv isend recv reduce reduce_scatter scatter "
-    "scatter_object_list send"
-).split()
+NAMES = [
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object_list",
+    "send",
+]
 
 
 def main():

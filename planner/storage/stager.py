@@ -1,0 +1,252 @@
+"""A stager for `dcp.async_save`: training waits for the bus, and for nothing else.
+
+| name | is |
+|---|---|
+| `PinnedStager` | an `AsyncStager` whose host memory is made once and used for every save |
+| `HostMemory` | one run of host memory, page-locked where there is a GPU |
+"""
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+from torch.nn import Buffer, Parameter
+
+from shardplan.layouts import CheckpointError
+
+from ..compat import ShardedTensor, local_tensor, with_local
+
+_ALIGNMENT = 64
+_PLAIN = (torch.Tensor, Parameter, Buffer)
+_IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class HostMemory:
+    """One run of host memory, page-locked where there is a GPU.
+
+    It is locked after it was made, since torch's own allocator of page-locked memory rounds sizes
+    up to the next power of two.
+
+    Args:
+        nbytes: Its size.
+        shared: Whether other processes may map it, for async saves in a process of their own.
+    """
+
+    def __init__(self, nbytes: int, shared: bool) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+        if shared:
+            self.tensor.share_memory_()  # type: ignore[no-untyped-call]
+        self._locked = False
+        if torch.cuda.is_available() and nbytes:
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = cudart.cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
+            self._locked = int(status) == 0  # copies from unlocked memory are slower, not wrong
+
+    def close(self) -> None:
+        """Unlocks the memory; what was staged in it is no longer to be used."""
+        if self._locked:
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostUnregister(self.tensor.data_ptr())
+            self._locked = False
+
+
+class _Span(NamedTuple):
+    """A run of one storage's bytes that is copied as a whole.
+
+    Attributes:
+        source: Its bytes as a tensor, or the tensor itself where it is copied alone.
+        start: First byte in the storage.
+        place: First byte in the host memory.
+        nbytes: Its length.
+    """
+
+    source: torch.Tensor
+    start: int
+    place: int
+    nbytes: int
+
+
+class PinnedStager(AsyncStager):
+    """Copies a state dict to host memory that is made once and used for every save.
+
+    Tensors that are views of one buffer are copied with it, in one go, and are views of one buffer
+    in host memory too, so tied tensors stay tied. Copies run on a stream of their own; `stage`
+    returns when they are done, and training may go on. Host memory of the size of the rank's own
+    shards is held until `close`.
+
+    Wait for the future of an `async_save` before the next one: it stages into the same memory.
+
+    Args:
+        shared: Whether the save runs in a process of its own
+            (`AsyncCheckpointerType.PROCESS`), which then maps the memory instead of copying it.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, shared: bool = False) -> None:
+        self._shared = shared
+        self._memory: HostMemory | None = None
+        self._streams: dict[torch.device, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that are held."""
+        return 0 if self._memory is None else self._memory.tensor.numel()
+
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """Makes the host memory for a state dict, so that the first save does not have to wait.
+
+        It may run in a thread of its own, beside the first training steps.
+        """
+        _, total = _spans(_tensors(state_dict))
+        with self._lock:
+            self._hold(total)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns a copy of a state dict in host memory.
+
+        Raises:
+            CheckpointError: If it holds a tensor that has no one local part.
+        """
+        with self._lock:
+            tensors = _tensors(state_dict)
+            spans, total = _spans(tensors)
+            memory = self._hold(total)
+            streams = set()
+            for span in {id(span): span for span in spans.values()}.values():
+                streams.add(self._copy(memory, span))
+            for stream in streams - {None}:
+                stream.synchronize()
+            staged: dict[int, Any] = {}
+            for tensor in tensors:
+                staged[id(tensor)] = _rebuilt(tensor, spans[id(tensor)], memory.tensor)
+            copied: dict[str, Any] = _rewritten(state_dict, staged)
+            return copied
+
+    def _hold(self, nbytes: int) -> HostMemory:
+        """Returns host memory of at least so many bytes."""
+        if self._memory is None or self._memory.tensor.numel() < nbytes:
+            self.close()
+            self._memory = HostMemory(nbytes, self._shared)
+        return self._memory
+
+    def _copy(self, memory: HostMemory, span: _Span) -> Any:
+        """Begins the copy of a span; returns the stream that it runs on, None if it is done."""
+        source = span.source
+        target = memory.tensor[span.place : span.place + span.nbytes].view(source.dtype)
+        target = target.view(source.shape)
+        if not source.is_cuda:
+            target.copy_(source)
+            return None
+        device = source.device
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = stream
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream
+
+    def synchronize_staging(self) -> None:
+        """Has nothing to do: `stage` returns when the copies are done."""
+
+    def close(self) -> None:
+        """Gives the host memory back."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors of a nested state dict."""
+    found: list[torch.Tensor] = []
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            if isinstance(item, ShardedTensor):
+                raise CheckpointError(
+                    "a ShardedTensor has no one local part that could be staged. Pass torch's "
+                    "DefaultStager as async_stager=."
+                )
+            found.append(item)
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
+    return found
+
+
+def _spans(tensors: Iterable[torch.Tensor]) -> tuple[dict[int, _Span], int]:
+    """Returns the span that each tensor is copied with, by its id, and the bytes of all spans.
+
+    Tensors of one storage share a span if they fill at least half of it.
+    """
+    storages: dict[tuple[Any, int], list[tuple[torch.Tensor, torch.Tensor, int, int]]] = {}
+    for tensor in tensors:
+        local = local_tensor(tensor).detach()
+        start = int(local.storage_offset()) * local.itemsize
+        steps = zip(local.shape, local.stride(), strict=True)
+        extent = int(sum((n - 1) * s for n, s in steps)) + 1
+        stop = start + (extent * local.itemsize if local.numel() else 0)
+        storage = local.untyped_storage()
+        storages.setdefault((local.device, storage.data_ptr()), []).append(
+            (tensor, local, start, stop)
+        )
+    spans: dict[int, _Span] = {}
+    place = 0
+    for views in storages.values():
+        first = min(start for _, _, start, _ in views) // _ALIGNMENT * _ALIGNMENT
+        last = max(stop for _, _, _, stop in views)
+        filled = sum(stop - start for start, stop in {(a, b) for _, _, a, b in views})
+        if last - first <= max(2 * filled, _ALIGNMENT):
+            nbytes = last - first
+            source = torch.empty(0, dtype=torch.uint8, device=views[0][1].device)
+            source.set_(views[0][1].untyped_storage(), first, (nbytes,))  # type: ignore[call-overload]
+            span = _Span(source, first, place, nbytes)
+            spans |= {id(tensor): span for tensor, *_ in views}
+            place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            continue
+        for tensor, local, _, _ in views:
+            nbytes = local.numel() * local.itemsize
+            spans[id(tensor)] = _Span(local, -1, place, nbytes)
+            place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return spans, place
+
+
+def _rebuilt(tensor: torch.Tensor, span: _Span, memory: torch.Tensor) -> Any:
+    """Returns the staged form of a tensor."""
+    local = local_tensor(tensor).detach()
+    if span.start < 0:
+        raw = memory[span.place : span.place + span.nbytes]
+        staged = raw.view(local.dtype).view(local.shape)
+    else:
+        at = span.place + local.storage_offset() * local.itemsize - span.start
+        staged = torch.empty(0, dtype=local.dtype)
+        place = at // local.itemsize
+        staged.set_(memory.untyped_storage(), place, local.shape, local.stride())
+    if type(local) not in _PLAIN:
+        staged = staged.as_subclass(type(local))
+    with contextlib.suppress(AttributeError):
+        staged.__dict__.update(local.__dict__)
+    if not isinstance(tensor, DTensor):
+        return staged
+    return with_local(tensor, staged)
+
+
+def _rewritten(value: Any, staged: Mapping[int, Any]) -> Any:
+    """Returns a nested state dict with the staged tensors in place of its own."""
+    if isinstance(value, torch.Tensor):
+        return staged[id(value)]
+    if isinstance(value, Mapping):
+        return {key: _rewritten(child, staged) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_rewritten(child, staged) for child in value)
+    return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
