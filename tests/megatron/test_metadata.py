@@ -19,9 +19,7 @@ CONFIGURATIONS = {
     "hsdp": ({"outer": 2}, ALL_EXPERTS),
     "hybrid": ({"outer": 2, "outer_zero": "optim"}, ALL_EXPERTS),
     "hybrid tp2": ({"tp": 2, "outer": 2, "outer_zero": "optim"}, ALL_EXPERTS),
-    "hybrid ep2": ({"ep": 2, "outer": 2, "outer_zero": "optim"}, HALF_OF_THEM),
     "zero1": ({"zero": "optim"}, ALL_EXPERTS),
-    "zero2 tp2": ({"zero": "optim_grads", "tp": 2}, ALL_EXPERTS),
 }
 
 
