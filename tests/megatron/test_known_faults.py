@@ -5,10 +5,12 @@ another tensor-parallel size, ranks with different state, another expert grid) a
 test_both_ways.py and test_optimizers.py, those about names alone in test_names.py.
 """
 
+import argparse
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -22,6 +24,7 @@ from shardplan.layouts import (
 )
 from shardplan.layouts.layout import Layout
 from shardplan.layouts.megatron_fsdp import rank_shape, storage
+from shardplan.planner import PerRank
 from shardplan.planner.megatron import load_checkpoint, save_checkpoint
 
 
@@ -225,3 +228,20 @@ def test_what_else_a_loop_keeps(tmp_path):
     )
     assert (40, {"consumed": {"samples": 640}}) == (loaded.iteration, loaded.extra)
     assert 80 == scheduler.steps
+
+
+def test_arguments_travel_as_the_namespace_that_they_are(tmp_path):
+    """Stock DCP, as Megatron's loop calls it, reads them back; each rank's own fields are gone."""
+    arguments = argparse.Namespace(hidden_size=2, rank=3, local_rank=1)
+    own = {"rng_state": PerRank({"seed": 3})}
+    save_checkpoint(Chunk(Layer(1, 0.0)), None, tmp_path, iteration=4, args=arguments, extra=own)
+    asked = {"args": None, "iteration": None, "checkpoint_version": None}
+    dcp.load(asked, checkpoint_id=tmp_path)
+    assert {
+        "args": argparse.Namespace(hidden_size=2),
+        "iteration": 4,
+        "checkpoint_version": 3.0,
+    } == asked
+    wanted = {"rng_state": PerRank({"seed": 0})}
+    loaded = load_checkpoint(Chunk(Layer(1, -1.0)), None, tmp_path, extra=wanted)
+    assert {"seed": 3} == loaded.extra["rng_state"].value
