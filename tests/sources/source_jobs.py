@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from sources import SOURCES, Net, asked, expected, objects_in, state_of, tensors_in
+from sources import SOURCES, Net, expected, objects_in, state_of, tensors_in
 
 from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner
 
 
 def save(name: str, path: str, how: str) -> None:
-    """Saves a source's state: `own`, `stock`, `async` or `twice` (a reused plan)."""
+    """Saves a source's state: `own`, `stock` or `async`."""
     state, given = SOURCES[name].make()
     if how == "stock":
         dcp.save(state, checkpoint_id=path)
@@ -81,6 +81,3 @@ def _forget(state: Any) -> None:
                 _forget(entry)
         elif isinstance(value, int | float):
             state[key] = type(value)(-1)
-
-
-__all__ = ["asked", "load", "save"]

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -260,10 +260,10 @@ def accelerate() -> tuple[State, dict[str, Any]]:
     """FSDP2 on a flattened dim: the mesh of its tensors has an axis that the whole mesh has not."""
     half = dist.get_world_size() // 2
     mesh = _mesh(1, half, 2, names=("dp_replicate", "dp_shard", "cp"))
-    mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
-    module, state = state_of(_fsdp2(mesh["dp_shard_cp"]))
-    options = get_model_state_dict(module)
-    return {"model": options, "optimizer": state["optimizer"]}, {"model": module}
+    flat = mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
+    module, state = state_of(_fsdp2(flat))
+    held = {"model": get_model_state_dict(module), "optimizer": state["optimizer"]}
+    return held, {"model": module}
 
 
 # FSDP1 --------------------------------------------------------------------------------------------
@@ -456,11 +456,6 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def asked(state: State) -> State:
-    """The state dict as `dcp.save` hands it to a planner."""
-    return {k: v.state_dict() if isinstance(v, _Stateful) else v for k, v in state.items()}
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The local tensors of everything in a state dict, in order."""
     if isinstance(value, _Stateful):
@@ -487,6 +482,3 @@ def objects_in(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [objects_in(v) for v in value]
     return None if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-__all__ = ["SOURCES", "Replicate", "Source", "asked", "expected", "objects_in", "tensors_in"]
