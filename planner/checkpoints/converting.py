@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
 from ..entries import Index, stock_path
 from .opened import Checkpoint
 from .own_writing import write_own
+from .stock_writing import OneFileWriter
 from .streamed import StreamedSavePlanner, save_alone
 from .streams import Source, write_safetensors
 from .torch_archive import write_archive
@@ -84,7 +83,7 @@ def convert(
         }
         data = {key: io.BytesIO(checkpoint.object_bytes(key)) for key in objects}
         planner = StreamedSavePlanner(sources(checkpoint), data, paths, advance)
-        save_alone(planner, FileSystemWriter(out, single_file_per_rank=True))
+        save_alone(planner, OneFileWriter(out))
     else:
         raise CheckpointError(f"{to}: no such format. Choose one of {', '.join(FORMATS)}.")
 

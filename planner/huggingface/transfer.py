@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
 from shardplan.layouts import CheckpointError, Grids, Layout, LayoutRegistry, model_layouts
 from shardplan.layouts.errors import summary
 from shardplan.layouts.slab import Shape
@@ -26,6 +24,7 @@ from shardplan.layouts.variants import variants
 from ..checkpoints.converting import sources
 from ..checkpoints.opened import Checkpoint
 from ..checkpoints.safetensors_files import INDEX
+from ..checkpoints.stock_writing import OneFileWriter
 from ..checkpoints.streamed import StreamedSavePlanner, save_alone
 from ..checkpoints.streams import Source, write_safetensors
 from ..recipes.numbers import Numbers
@@ -241,7 +240,7 @@ def import_checkpoint(
         section: Section of the state dict that will hold the model.
         rules: Rules for names and shapes; those of the model's kind if not given.
         advance: Told the bytes of each block that is written.
-        writer: DCP storage writer; torch's own if not given.
+        writer: DCP storage writer; one for stock's own format if not given.
 
     Returns:
         What was written, and what was left over.
@@ -254,7 +253,7 @@ def import_checkpoint(
         key: (section, key[len(section) + 1 :]) if section else (key,) for key in plan.tensors
     }
     planner = StreamedSavePlanner(plan.tensors, {}, paths, advance)
-    save_alone(planner, writer or FileSystemWriter(out, single_file_per_rank=True))
+    save_alone(planner, writer or OneFileWriter(out))
     return plan
 
 
