@@ -114,7 +114,7 @@ def files_at(path: Any) -> Files:
     text = os.fspath(path)
     if isinstance(text, str) and "://" in text and not text.startswith("file://"):
         try:
-            from .remote import RemoteFiles  # type: ignore[import-not-found]
+            from .remote import RemoteFiles
         except ImportError as error:
             raise CheckpointError(
                 f"{text}: a URL needs fsspec ({error}). Install it, with its driver for this kind "

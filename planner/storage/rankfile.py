@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from shardplan.layouts import CheckpointError
+
 from ..agreement import PlanMessage, first_difference
 from ..manifest import StageManifest
 from .buffers import Buffers
@@ -25,7 +27,7 @@ from .header import FORMAT_VERSION, SUMS, VALUES, HeaderText, chunk_name
 from .part import part_from_json, part_to_json
 from .plain import to_plain
 from .session import Marker, Session
-from .stream import Piece, sums_of, write_pieces
+from .stream import Nowhere, Piece, sums_of, write_pieces
 from .sums import ALGORITHM, BLOCK, block_count
 
 
@@ -126,11 +128,26 @@ class RankFile:
             return data
 
         start = header.data_start
-        blocks = write_pieces(pieces, data_of, self.out, start, buffers, threads)
-        sums, table = sums_of(blocks)
+        if self.out.in_order:
+            # The header comes first and has the checksums, so the data is gone through twice.
+            held = [data_of(number) for number in range(len(pieces))]
+            nowhere = Nowhere()
+            blocks = write_pieces(pieces, held.__getitem__, nowhere, start, buffers, threads)
+            sums, table = sums_of(blocks)
+            self.out.write(header.encode(sums, save), 0)
+            again = write_pieces(pieces, held.__getitem__, self.out, start, buffers, threads)
+            if again != blocks:
+                raise CheckpointError(
+                    "tensors changed while they were saved. Stage the state dict first, as "
+                    "async_save does."
+                )
+        else:
+            blocks = write_pieces(pieces, data_of, self.out, start, buffers, threads)
+            sums, table = sums_of(blocks)
         if table:
             self.out.write(table, start + header.data_nbytes - len(table))
-        self.out.write(header.encode(sums, save), 0)
+        if not self.out.in_order:
+            self.out.write(header.encode(sums, save), 0)
         self._stamped = save
         self.marker = replace(self.marker, nbytes=start + header.data_nbytes)
 
@@ -165,6 +182,11 @@ class RankFile:
             FileNotFoundError: If that folder is gone.
         """
         assert self._header is not None  # write came before
+        if self._stamped != save and self.out.in_order:
+            raise CheckpointError(
+                f"{self._files.root}: an earlier save that was cut off looked like this one until "
+                "its leader began. It is cleared away now; save again."
+            )
         if self._stamped != save:
             self.out.write(save.encode(), self._header.save_start)
             self._stamped = save

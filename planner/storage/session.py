@@ -160,7 +160,10 @@ class Session:
         raw = self.files.read(STATUS)
         if not raw:
             return None
-        status = parse(f"{self.files.root}/{STATUS}", raw)
+        try:
+            status = parse(STATUS, raw)
+        except CheckpointError:
+            return None  # of an attempt that was cut off
         known = {"state": "", "error": "", "failed": [], **status}
         return known if is_save(str(known.get("save"))) else None
 
@@ -173,6 +176,25 @@ class Session:
             return None
         save = str(status["save"])
         return None if save == self.old else save
+
+    def awaited(self) -> str:
+        """Returns the id of the save that is open, once the leader has begun.
+
+        Raises:
+            CheckpointError: If it does not begin.
+        """
+        watch = _Watch(self.timeout)
+        while (save := self.current()) is None:
+            if not watch.pause(None):
+                raise self._no_leader()
+        return save
+
+    def _no_leader(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.files.root}: rank 0 gave no sign of life for {self.timeout} s while place "
+            f"{self.place} waited for it to complete the save. What was there before is as it was. "
+            "Look for rank 0's own error, or raise timeout=."
+        )
 
     def join(self, announce: Callable[[str], None]) -> None:
         """Waits until the save is complete; called on all ranks but the leader.
@@ -209,11 +231,7 @@ class Session:
             if not watch.pause((status, self.files.written_bytes(0))):
                 if self._is_complete(announced):
                     return
-                raise CheckpointError(
-                    f"{self.files.root}: rank 0 gave no sign of life for {self.timeout} s while "
-                    f"place {self.place} waited for it to complete the save. What was there before "
-                    "is as it was. Look for rank 0's own error, or raise timeout=."
-                )
+                raise self._no_leader()
 
     def _is_complete(self, save: str | None) -> bool:
         commit = None if save is None else read_commit(self.files)

@@ -3,7 +3,7 @@
 | name | is |
 |---|---|
 | `Piece` | one chunk that is to be written: where it stands in the file, what data it needs |
-| `Sink` | where bytes go |
+| `Sink`, `Nowhere` | where bytes go |
 | `write_pieces` | writes all chunks and returns their checksums |
 
 Small chunks are gathered in a buffer and written with one call. A large chunk that lies contiguous
@@ -58,6 +58,15 @@ class Sink(Protocol):
 
     def write(self, data: Any, position: int) -> None:
         """Writes all of `data` at a position in the file."""
+
+
+class Nowhere:
+    """A sink that only lets checksums be computed."""
+
+    in_order = False
+
+    def write(self, data: Any, position: int) -> None:
+        """Does nothing."""
 
 
 class _Part(NamedTuple):

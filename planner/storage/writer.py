@@ -154,7 +154,10 @@ class SafetensorsWriter(StorageWriter):
             self._file = file
             if self._buffers is None:
                 self._buffers = Buffers(self._buffer_bytes, torch.cuda.is_available())
-            save = plan.storage_data if self._collective else session.current()
+            if self._collective:
+                save = plan.storage_data
+            else:  # where the header is written first, the id must be known by then
+                save = session.awaited() if file.out.in_order else session.current()
             with without_gc():
                 file.write(plan.items, planner, self._buffers, self._threads, save or "")
             if self._collective:
