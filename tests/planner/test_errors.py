@@ -154,14 +154,14 @@ PLANNED = {
         DP2,
         [FSDPFlatBuffer({"w": ((0, 7), (7, 18))})],
         {"w": torch.zeros(7)},
-        ("7 elements (shape (7,))", "stores 11", "(6, 3)", "dp_shard 1/2", "FSDPFlatBuffer"),
+        ("7 elements in shape (7,)", "stores 11", "(6, 3)", "dp_shard 1/2", "FSDPFlatBuffer"),
     ),
     "a transposed tensor": (
         {"w": (6, 3)},
         DP2,
         [],
         {"w": torch.zeros(3, 6)},
-        ("18 elements (shape (3, 6))", "(6, 3)", "dp_shard 1/2"),
+        ("has shape (3, 6)", "(6, 3)", "dp_shard 1/2", "Build the planner"),
     ),
     "cuts of given sizes that do not add up": (
         {"w": (6, 3)},
