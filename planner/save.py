@@ -151,13 +151,18 @@ class LayoutAwareSavePlanner(SavePlanner):
                 raw = self._plan_anew(state_dict)
             self._values = raw if self._named is None else [_value(raw, n) for n in self._named]
             self._manifest = self._plan.manifest(self._values) if self._plan else None
-        if alone and self._plan is not None and self._plan.described:
+        # Such a writer's readers know what layouts say, and nothing that ranks tell each other.
+        by_layout = call is not None and getattr(call.writer, "stores_layouts", False)
+        if (alone or by_layout) and self._plan is not None and self._plan.described:
             raise CheckpointError(
                 f"{key_of(self._plan.described[0][1])}: it describes this rank's boxes only, and "
-                f"without collectives nobody learns the others' ({self._table.grids.facts()}). "
-                "Save with collectives, or pass the provider that knows how it is cut."
+                f"nobody learns the others' without collectives, or from a writer that stores "
+                f"layouts ({self._table.grids.facts()}). Save with collectives and torch's "
+                "FileSystemWriter, or pass the provider that knows how it is cut."
             )
-        return self._quiet_plan(alone, call is not None and stores_aliases(call.writer))
+        return self._quiet_plan(
+            alone or by_layout, call is not None and stores_aliases(call.writer)
+        )
 
     def _plan_anew(self, state_dict: dict[str, Any]) -> list[Any]:
         self._snapshot = None  # a plan that fails leaves none to be reused
@@ -176,13 +181,20 @@ class LayoutAwareSavePlanner(SavePlanner):
         self._snapshot = snapshot
         return raw
 
-    def _quiet_plan(self, alone: bool, aliases: bool) -> SavePlan:
+    def _quiet_plan(self, strict: bool, aliases: bool) -> SavePlan:
+        """Returns the plan and what is told of it.
+
+        Args:
+            strict: Whether every rank of a stage must have the same Python values, because none
+                but the first one's would be found again.
+            aliases: Whether the storage writer can give one stored tensor two keys.
+        """
         plan, manifest = self._plan, self._manifest
         assert plan is not None and manifest is not None  # create_local_plan made them
         leads = self._table.grids.leads_stage
         message = PlanMessage(
             tuple(chunk.grids for chunk in plan.chunks),
-            plan.digest(self._table, manifest, objects=alone),
+            plan.digest(self._table, manifest, objects=strict),
             plan.groups,
             manifest if leads else None,
             dataclasses.replace(plan.told(self._values, manifest, leads), aliases=aliases),

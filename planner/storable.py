@@ -22,12 +22,14 @@ from .entries import Path, key_of
 
 # Tensors that are nothing but their elements.
 PLAIN = frozenset((torch.Tensor, Parameter, Buffer))
-# torch has names for these widths, but neither arithmetic nor a stored form.
+# torch has names for these widths, but neither arithmetic nor, in DCP, a stored form.
 _UNSTORABLE = frozenset(
-    getattr(torch, f"{sign}{bits}")
-    for sign in ("int", "uint")
-    for bits in range(1, 8)
-    if hasattr(torch, f"{sign}{bits}")
+    getattr(torch, name)
+    for name in (
+        *(f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)),
+        *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    )
+    if hasattr(torch, name)
 )
 
 

@@ -5,9 +5,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import world
 from memory import Memory, MemoryReader, MemoryWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardplan.layouts import CheckpointError, Grids, LayoutError
-from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner
+from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner, SafetensorsWriter
 
 
 def described(data, shape, parts):
@@ -114,6 +115,16 @@ def test_a_tensor_that_begins_to_describe_itself_is_noticed():
     memory = Memory()
     world.save("", [{"w": moved}], [planner], lambda _: MemoryWriter(memory))
     assert [6, 5] == memory.tensor("w").tolist()
+
+
+def test_a_writer_that_stores_layouts_only_is_refused(tmp_path):
+    state = {"w": described([0, 1], 2, [(0, 0, 2)])}
+    with pytest.raises(CheckpointException, match=r"w: it describes this rank's boxes only"):
+        dcp.save(
+            state,
+            storage_writer=SafetensorsWriter(str(tmp_path / "c")),
+            planner=LayoutAwareSavePlanner(),
+        )
 
 
 def test_one_rank_alone_can_not_save_them(tmp_path):

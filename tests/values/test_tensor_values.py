@@ -109,6 +109,10 @@ REFUSED = {
         lambda: torch.ones(3, dtype=torch.uint8).view(torch.int4),
         r"can't store torch\.int4\. Store view\(torch\.uint8\)",
     ),
+    "bits": (
+        lambda: torch.ones(3, dtype=torch.uint8).view(torch.bits8),
+        r"can't store torch\.bits8",
+    ),
     "meta": (
         lambda: torch.empty(3, device="meta"),
         r"meta tensor of shape \(3,\) has no data",
