@@ -178,5 +178,5 @@ def test_a_writer_that_stores_layouts_needs_the_same_values_on_every_rank(monkey
     """Its readers know the first rank's values only, so another rank's own would be lost."""
     call = SaveCall(SimpleNamespace(stores_layouts=True), use_collectives=True, no_dist=False)
     monkeypatch.setattr("shardplan.planner.save.calling_save", lambda: call)
-    with pytest.raises(CheckpointError, match="ranks 0 and 1 .* nothing was written"):
+    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 .* nothing was written"):
         save([{"x": 1}, {"x": 1, "dp_rank_1": b"a"}])
