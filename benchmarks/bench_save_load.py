@@ -45,6 +45,7 @@ class Bench:
     """
 
     def __init__(self, args: argparse.Namespace, team: Team, folder: Path) -> None:
+        self.begun = time.monotonic()
         self.args = args
         self.team = team
         self.folder = folder
@@ -200,7 +201,6 @@ def measure(bench: Bench, chosen: list[Way]) -> None:
     Nothing is begun that would end beyond the budget, to judge from how long it took before.
     """
     took: dict[str, float] = {}
-    begun = time.monotonic()
     for number in range(bench.args.rounds):
         calls: list[tuple[str, Callable[[int], None]]] = [(LIMIT, bench.limit)]
         calls += [(way.name, lambda n, way=way: bench.way(way, n)) for way in chosen]  # type: ignore[misc]
@@ -209,7 +209,7 @@ def measure(bench: Bench, chosen: list[Way]) -> None:
             if (name, "save") in bench.errors:
                 continue
             start = time.monotonic()
-            needed = start - begun + took.get(name, 0)
+            needed = start - bench.begun + took.get(name, 0)
             if bench.team.highest(needed)[0] > bench.args.budget:
                 bench.team.say(f"  {name}: left out of round {number + 1}, the budget is spent")
                 continue
@@ -239,7 +239,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ways", nargs="*", default=[], help="some only; see ways.py")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget", type=float, default=1e9, help="of the rounds, in seconds")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no round goes on")
     parser.add_argument("--no-sync", action="store_true", help="leave synchronous saves out")
     parser.add_argument("--async-saves", type=int, default=0, help="saves of each way, in a row")
     parser.add_argument("--async-ways", nargs="*", default=[], help="some only")

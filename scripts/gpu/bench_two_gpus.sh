@@ -84,12 +84,12 @@ for name in ${STEPS:-facts memory async sync all small reshard}; do
         ;;
     sync)
         ranks sync 150 "$processes" "${save_load[@]}" --gib "$gib" --load tp2 --rounds 2 \
-            --budget 110 --ways own stock "stock-t$threads" ours torch.save
+            --budget 120 --ways own stock "stock-t$threads" ours torch.save
         ;;
     all)
         if [[ $tiny ]]; then small=0.01; else small=2; fi
         ranks all 90 "$processes" "${save_load[@]}" --gib "$small" --load tp2 shard1 --rounds 3 \
-            --budget 60
+            --budget 65
         ;;
     small)
         if [[ $tiny ]]; then count=50; else count=5000; fi
@@ -104,4 +104,4 @@ for name in ${STEPS:-facts memory async sync all small reshard}; do
     *) say "no such step: $name" ;;
     esac
 done
-say "=== all steps are over after $((SECONDS - begin)) s; $(wc -l <"$out/results.jsonl") result lines"
+say "=== all steps are over after $((SECONDS - begin)) s; $(cat "$out"/results.jsonl 2>/dev/null | wc -l) result lines"
