@@ -31,7 +31,7 @@ from .entries import Path, Place
 from .groups import EqualValues, GroupLoad
 from .holdings import Holding
 from .optimizer import Forms
-from .per_rank import PerRank, Seat, indices_saved
+from .per_rank import PerRank, Seat, choose, indices_saved
 from .policies import LoadPolicies
 from .reading import Saved
 from .report import LoadReport
@@ -148,47 +148,25 @@ class Requests:
 
     def per_rank(self, key: str, value: PerRank, seat: Seat) -> None:
         """Plans the read of this rank's own value."""
-        saved, ranks = self._saved, self._report.ranks
         prefix = f"{key}.{value.label}_"
         self.rank_prefixes.append(prefix)
-        found = indices_saved(saved.stored, prefix)
-        whole = saved.key(key)
+        found = indices_saved(self._saved.stored, prefix)
+        whole = self._saved.key(key)
         if not found:
             if whole is None:
                 self._report.missing.append(key)
             else:
-                ranks[key] = "one value was saved for all ranks"
+                self._report.ranks[key] = "one value was saved for all ranks"
                 self._request(Target(whole, (), None, holder=value), None)
             return
-        count = len(found)
-        if found != list(range(count)):
-            self.faults.append(f"{key}: the checkpoint has values of the ranks {found} only.")
+        choice = choose(key, value, seat, found, self._policies, self._grids.facts())
+        if choice.fault:
+            self.faults.append(choice.fault)
             return
-        if count > seat.count:
-            gone = f"{seat.count} to {count - 1}" if count > seat.count + 1 else str(seat.count)
-            if self._policies.fewer_ranks == "error":
-                self.faults.append(
-                    f"{key}: {count} ranks saved a value of their own and {seat.count} load, so that "
-                    f"of {value.label} {gone} would be lost ({self._grids.facts()}). Pass "
-                    "policies=LoadPolicies(fewer_ranks='drop') if that is meant."
-                )
-                return
-            ranks[key] = f"dropped the value of {value.label} {gone}"
-        index = seat.index
-        if index >= count:
-            if self._policies.more_ranks == "error":
-                self.faults.append(
-                    f"{key}: {count} ranks saved a value of their own and {seat.count} load, so "
-                    f"there is none for {value.label} {index} ({self._grids.facts()}). Pass "
-                    "policies=LoadPolicies(more_ranks='keep') or 'wrap'."
-                )
-                return
-            if self._policies.more_ranks == "keep":
-                ranks[key] = f"kept the value of {value.label} {index}"
-                return
-            index %= count
-            ranks[key] = f"took the value of {value.label} {index}"
-        self._request(Target(f"{prefix}{index}", (), None, holder=value), None)
+        if choice.note:
+            self._report.ranks[key] = choice.note
+        if choice.index is not None:
+            self._request(Target(f"{prefix}{choice.index}", (), None, holder=value), None)
 
     def _fits(
         self,
