@@ -117,12 +117,14 @@ class Owners:
         The part is the replica that wrote it, None where replicas take turns.
         """
         kind, layout = laid.kind, laid.layout
-        ident = (stage, kind.chunk, layout.family, layout.stages, kind.itemsize)
+        start = self._start(stage, laid)
+        replicas = start.count(layout.replica_axes(start))
+        # The manifests hold the stages, so an id stays taken; without replicas the size is nothing.
+        itemsize = kind.itemsize if replicas > 1 else 0
+        ident = (stage, kind.chunk, layout.family, id(layout.stages), itemsize)
         owners = self._boxes.get(ident)
         if owners is None:
             owners = self._boxes[ident] = {}
-            start = self._start(stage, laid)
-            replicas = start.count(layout.replica_axes(start))
             outer = [axis for axis in layout.axes if axis not in layout.storage.axes]
             for place in start.walk(outer):
                 for grid in layout.storage.holders(place):

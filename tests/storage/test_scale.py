@@ -1,0 +1,68 @@
+"""What a checkpoint of 20,000 parameters says of itself, whatever the number of ranks: no process group."""
+
+import json
+
+import pytest
+import torch
+
+from shardplan.layouts import BufferDescription, Cut, DTensorStorage, FSDPFlatBuffer, Grids
+from shardplan.planner.entries import Place
+from shardplan.planner.manifest import SHARD, Kind, Members, StageManifest
+from shardplan.planner.storage.claims import vouched
+from shardplan.planner.storage.commit import Commit
+from shardplan.planner.storage.part import part_from_json, part_to_json
+from shardplan.planner.table import build_table
+
+PARAMETERS = 20_000
+LAYER = {
+    "input_layernorm.weight": (1024,),
+    "mlp.linear_fc1.weight": (8192, 1024),
+    "mlp.linear_fc2.weight": (1024, 4096),
+    "self_attention.linear_proj.weight": (1024, 1024),
+    "self_attention.linear_qkv.weight": (3072, 1024),
+}
+SHAPES = {
+    f"decoder.layers.{i}.{name}": shape
+    for i in range(PARAMETERS // len(LAYER))
+    for name, shape in LAYER.items()
+}
+SAVE = "0123456789abcdef"
+
+
+def manifest(ranks, form):
+    storage = DTensorStorage({"*": (Cut(0, "dp_shard"),)})
+    if form == "flat":
+        storage = FSDPFlatBuffer(buffers=[BufferDescription(SHAPES, ranks, 64)])
+    grid = Grids.from_sizes(0, dp_shard=ranks)
+    chunks = build_table(SHAPES, grid=grid, layouts=[storage]).chunks
+    everything = Members((1 << PARAMETERS) - 1)
+    places = [Place(("model",), "", "", ())]
+    places += [Place(("optimizer", "state"), "", "", (s,)) for s in ("exp_avg", "exp_avg_sq")]
+    kinds = [Kind(0, place, SHARD, torch.float32) for place in places]
+    return StageManifest(chunks, dict.fromkeys(kinds, everything))
+
+
+def written(ranks, form):
+    """What is written beside the data, and the manifest that it is written from."""
+    made = manifest(ranks, form)
+    told = StageManifest(made.chunks, vouched(made))
+    part = json.dumps(part_to_json(told, 0, SAVE, "d"), separators=(",", ":")).encode()
+    rest = {
+        k: Members(told.groups[k].missing(m).bits)
+        for k, m in made.groups.items()
+        if k in told.groups
+    }
+    commit = Commit(SAVE, ranks, ("0" * 16,), (rest or dict(made.groups),)).encode()
+    return part, commit, made
+
+
+@pytest.mark.parametrize("form", ["even", "flat"])
+def test_size_does_not_grow_with_the_ranks(form):
+    sizes = {}
+    for ranks in (8, 4096):
+        part, commit, made = written(ranks, form)
+        sizes[ranks] = len(part) + len(commit)
+        back, _ = part_from_json("part", json.loads(part), SAVE, ranks)
+        assert back.chunks[0].layouts == made.chunks[0].layouts
+    assert sizes[8] < 2_000_000
+    assert abs(sizes[8] - sizes[4096]) < 20_000
