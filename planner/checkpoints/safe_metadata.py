@@ -62,6 +62,7 @@ def _sealed(cls: type) -> Any:
     return _Sealed(cls.__name__, (cls,), {"__module__": cls.__module__})
 
 
+_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _TYPES: dict[tuple[str, str], type] = {
     **{
@@ -76,7 +77,7 @@ _TYPES: dict[tuple[str, str], type] = {
             TensorProperties,
         )
     },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): storage_info(),
+    _INFO: storage_info(),
 }
 _SEALED = {name: _sealed(cls) for name, cls in _TYPES.items()}
 _CALLABLES = {
@@ -149,6 +150,8 @@ def metadata_from_bytes(data: bytes, where: str, *, trust_pickle: bool = False) 
 
 def _plain(metadata: Metadata, where: str) -> Metadata:
     """Turns sealed instances into DCP's own types and checks that all is where it belongs."""
+    # A checkpoint may have a million chunks: what is done for each is written out here.
+    set_class, sealed_chunk = object.__setattr__, _SEALED[_METADATA, "ChunkStorageMetadata"]
     try:
         _unseal(metadata, Metadata)
         for key, stored in metadata.state_dict_metadata.items():
@@ -163,16 +166,29 @@ def _plain(metadata: Metadata, where: str) -> Metadata:
                 raise TypeError(f"{key}: its dtype is {stored.properties.dtype!r}")
             rank = len(_size(stored.size))
             for chunk in stored.chunks:
-                _unseal(chunk, ChunkStorageMetadata)
-                if not len(_size(chunk.offsets)) == len(_size(chunk.sizes)) == rank:
+                if type(chunk) is sealed_chunk:
+                    set_class(chunk, "__class__", ChunkStorageMetadata)
+                else:
+                    _unseal(chunk, ChunkStorageMetadata)
+                offsets, sizes = chunk.offsets, chunk.sizes
+                if not (type(offsets) is type(sizes) is torch.Size):
+                    raise TypeError(f"{key}: a chunk at {offsets!r} of {sizes!r}")
+                if not len(offsets) == len(sizes) == rank:
                     raise TypeError(
-                        f"{key}: a chunk at {tuple(chunk.offsets)} of {tuple(chunk.sizes)} in a "
+                        f"{key}: a chunk at {tuple(offsets)} of {tuple(sizes)} in a "
                         f"tensor of shape {tuple(stored.size)}"
                     )
         info = storage_info()
+        sealed_index, sealed_info = _SEALED[_METADATA, "MetadataIndex"], _SEALED[_INFO]
         for index, place in (metadata.storage_data or {}).items():
-            _unseal(index, MetadataIndex)
-            _unseal(place, info)
+            if type(index) is sealed_index:
+                set_class(index, "__class__", MetadataIndex)
+            else:
+                _unseal(index, MetadataIndex)
+            if type(place) is sealed_info:
+                set_class(place, "__class__", info)
+            else:
+                _unseal(place, info)
         if metadata.storage_meta is not None:
             _unseal(metadata.storage_meta, StorageMeta)
     except (TypeError, AttributeError, ValueError) as error:

@@ -7,9 +7,8 @@ import typer
 
 from ..checkpoints.comparing import compare, total_bytes
 from ..checkpoints.opened import nbytes
-from ..checkpoints.opening import open_checkpoint
 from . import checking, listing
-from .options import Checkpoint_, Filter, Json, Trust, keys_like
+from .options import Checkpoint_, Filter, Json, Trust, keys_like, opened
 from .output import NO, console, number, progress, say_json, stop, verb
 
 
@@ -30,7 +29,7 @@ def inspect_(
 
     Keys that differ only in numbers share a line: `layers.{0..47}.mlp.weight × 48`.
     """
-    with open_checkpoint(ckpt, trust_pickle=trust_pickle) as checkpoint:
+    with opened(ckpt, trust_pickle) as checkpoint:
         facts = listing.summary(checkpoint)
         wanted = keys_like(filter_)
         if json_:
@@ -70,7 +69,7 @@ def verify(
 
     Exit status 1 if it is not sound; each fault is named.
     """
-    with open_checkpoint(ckpt, trust_pickle=trust_pickle) as checkpoint:
+    with opened(ckpt, trust_pickle) as checkpoint:
         stored = checkpoint.metadata.state_dict_metadata
         total = sum(map(nbytes, stored.values()))
         with progress("verifying", total, quiet=json_) as advance:
@@ -100,8 +99,8 @@ def diff(
     """
     wanted = keys_like(filter_)
     with (
-        open_checkpoint(a, trust_pickle=trust_pickle) as left,
-        open_checkpoint(b, trust_pickle=trust_pickle) as right,
+        opened(a, trust_pickle) as left,
+        opened(b, trust_pickle) as right,
     ):
         total = total_bytes(left, right, wanted) if values else 0
         with progress("comparing", total, quiet=json_) as advance:

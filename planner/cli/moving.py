@@ -7,11 +7,10 @@ import typer
 
 from ..checkpoints.converting import convert
 from ..checkpoints.opened import nbytes
-from ..checkpoints.opening import open_checkpoint
 from ..huggingface.transfer import export_checkpoint, import_checkpoint, plan_export, plan_import
 from ..recipes.files import load_recipe
 from ..recipes.numbers import Numbers, read_config
-from .options import Checkpoint_, Json, Trust, check_free
+from .options import Checkpoint_, Json, Trust, check_free, opened
 from .output import console, number, progress, say_json, size, stop, verb
 
 
@@ -36,7 +35,7 @@ def convert_(
     suffixes = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
     kind = to or suffixes.get(out.suffix, "dcp")
     check_free(out, overwrite)
-    with open_checkpoint(ckpt, trust_pickle=trust_pickle) as checkpoint:
+    with opened(ckpt, trust_pickle) as checkpoint:
         total = sum(map(nbytes, checkpoint.tensors.values()))
         with progress("converting", total, quiet=json_) as advance:
             convert(
@@ -101,7 +100,7 @@ def export_(
     """
     numbers = _numbers(config, recipe, None)
     check_free(out, overwrite)
-    with open_checkpoint(ckpt, trust_pickle=trust_pickle) as checkpoint:
+    with opened(ckpt, trust_pickle) as checkpoint:
         total = plan_export(checkpoint, numbers, section=section).nbytes
         with progress("exporting", total, quiet=json_) as advance:
             plan = export_checkpoint(
@@ -142,7 +141,7 @@ def import_(
     """
     numbers = _numbers(config, recipe, source)
     check_free(ckpt, overwrite)
-    with open_checkpoint(source) as checkpoint:
+    with opened(source) as checkpoint:
         total = plan_import(checkpoint, numbers, section=section).nbytes
         with progress("importing", total, quiet=json_) as advance:
             plan = import_checkpoint(checkpoint, ckpt, numbers, section=section, advance=advance)

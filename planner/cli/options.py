@@ -1,13 +1,17 @@
 """Arguments and options that several verbs share."""
 
 import fnmatch
+import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..checkpoints.opened import Checkpoint
+from ..checkpoints.opening import open_checkpoint
 from .output import stop
 
 Checkpoint_ = Annotated[
@@ -31,6 +35,25 @@ Filter = Annotated[
         help="Only keys that have this in them; or a pattern with * and ?.",
     ),
 ]
+
+
+@contextmanager
+def opened(path: Path, trust_pickle: bool = False) -> Iterator[Checkpoint]:
+    """Opens a checkpoint for one verb; what its metadata is made of is never looked at for garbage.
+
+    A million chunks are millions of objects: looking through them takes as long as reading them.
+    """
+    gc.disable()
+    try:
+        checkpoint = open_checkpoint(path, trust_pickle=trust_pickle)
+        gc.freeze()
+    finally:
+        gc.enable()
+    try:
+        with checkpoint:
+            yield checkpoint
+    finally:
+        gc.unfreeze()
 
 
 def keys_like(pattern: str | None) -> Callable[[str], bool]:

@@ -11,7 +11,6 @@ from rich.table import Table
 from shardplan.layouts import LayoutError
 
 from ..checkpoints.opened import Checkpoint
-from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.own import OwnCheckpoint
 from ..recipes.change import change
 from ..recipes.files import Recipe, load_recipe, shipped
@@ -21,7 +20,7 @@ from ..recipes.trial import stock_bytes_per_chunk, time_planning
 from . import blocks, chain
 from .drawing import draw_bytes, draw_panels
 from .holders import Panel, find_parameter, locate, of_checkpoint, of_recipe, rank_of
-from .options import Json, Trust, keys_like
+from .options import Json, Trust, keys_like, opened
 from .output import NO, console, number, plain, say_json, size, stop, verb
 
 Source_ = Annotated[
@@ -280,7 +279,7 @@ def explain(
     """
     found = _source(source)
     if isinstance(found, Path):
-        with open_checkpoint(found, trust_pickle=trust_pickle) as checkpoint:
+        with opened(found, trust_pickle) as checkpoint:
             _explain_checkpoint(checkpoint, _key(checkpoint, param), rank, limit, json_)
         return
     parallel = parse_configuration(found, config)
@@ -434,7 +433,7 @@ def show(
     loads: list[tuple[str, Any]] = []
     if isinstance(found, Path):
         for path in [found, *([Path(to)] if to else [])]:
-            with open_checkpoint(path, trust_pickle=trust_pickle) as checkpoint:
+            with opened(path, trust_pickle) as checkpoint:
                 title = _key(checkpoint, param)
                 panels.append(of_checkpoint(checkpoint, title))
                 held = checkpoint.file_bytes()
