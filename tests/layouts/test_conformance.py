@@ -27,6 +27,8 @@ from shardplan.layouts import (
     LayoutProvider,
     LayoutRegistry,
     Level,
+    Mamba,
+    MLADownProjection,
     PipelineLayers,
     Shard,
     SwiGLU,
@@ -108,6 +110,46 @@ class TestGDNLive(LayoutProviderConformance):
             param_info(grids, "mixer.in_proj.weight", (32 // t, 2), owners=owners),
             param_info(grids, "mixer.conv1d.weight", (16 // t, 1, 4), owners=owners),
             param_info(grids, "mixer.A_log", (4 // t,), owners=owners),
+        ]
+
+
+class TestMamba(LayoutProviderConformance):
+    provider = Mamba({"*.in_proj.weight": {"z": 8, "x": 8, "B": 4, "C": 4, "dt": 4}})
+    companions = (COLUMNS,)
+
+    def params(self, grids):
+        t = grids.dense.size("tp")
+        packed = types.SimpleNamespace(
+            partition_sizes=[8 // t, 4 // t, 4 // t], tensor_model_parallel=True, partition_dim=0
+        )
+        return [
+            param_info(grids, "mixer.in_proj.weight", (28 // t, 2)),
+            param_info(grids, "mixer.conv1d_weight", (16 // t, 1, 4), param=packed),
+            param_info(grids, "mixer.A_log", (4 // t,)),
+        ]
+
+
+class TestMambaFused(TestMamba):
+    provider = Mamba(
+        {"*.in_proj.weight": {"z": 8, "x": 8, "B": 4, "C": 4, "dt": 4}}, components="fused"
+    )
+
+
+class TestMLADownProjection(LayoutProviderConformance):
+    provider = MLADownProjection({"*.column.*": (8, 4)})
+    companions = (TensorParallel({"*.column.*": 0}),)
+
+    def params(self, grids):
+        config = types.SimpleNamespace(q_lora_rank=8, kv_lora_rank=3, qk_pos_emb_head_dim=1)
+        owners = (("whole", types.SimpleNamespace(config=config)),)
+        rows = 12 // grids.dense.size("tp")
+        return [
+            param_info(grids, "a.column.linear_qkv_down_proj.weight", (rows, 2)),
+            param_info(grids, "a.whole.linear_qkv_down_proj.weight", (12, 2), owners=owners),
+            param_info(
+                grids, "a.whole.linear_qkv_down_proj.layer_norm_weight", (2,), owners=owners
+            ),
+            param_info(grids, "a.column.linear_proj.weight", (rows, 2)),
         ]
 
 
