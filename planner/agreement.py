@@ -194,6 +194,7 @@ def _join(messages: Sequence[PlanMessage], leader: int, ranks: Sequence[int]) ->
             groups[kind] = groups[kind].union(members) if kind in groups else members
     joined = replace(manifest, groups=groups)
     faults: list[str] = []
+    differ: dict[str, None] = {}
     for kind, members in groups.items():
         layouts = joined.layouts(kind)
         for rank in ranks:
@@ -202,13 +203,45 @@ def _join(messages: Sequence[PlanMessage], leader: int, ranks: Sequence[int]) ->
                 fault = _needed(kind, layouts[index], message.grids[kind.chunk])
                 if fault:
                     key = kind.place.key(layouts[index].name)
-                    faults.append(f"{key}: rank {rank} lacks it {fault}")
+                    other = _held_as(kind, index, message)
+                    if other is None:
+                        faults.append(f"{key}: rank {rank} lacks it {fault}")
+                        continue
+                    holder = next(
+                        r for r in ranks if index in messages[r].groups.get(kind, Members())
+                    )
+                    (a, first), (b, second) = sorted([(holder, kind), (rank, other)], key=_rank)
+                    told = f"{key}: {_form(first)} on rank {a} and {_form(second)} on rank {b}"
+                    differ.setdefault(told)
+    if differ:
+        raise CheckpointError(
+            f"{summary(differ)}. Give the value one dtype and one kind on every rank."
+        )
     if faults:
         raise CheckpointError(
             f"{summary(faults)}. Let every rank that stores a part of a parameter hold the same "
             "slots for it, or none hold any."
         )
     return joined
+
+
+def _rank(held: tuple[int, Kind]) -> int:
+    return held[0]
+
+
+def _held_as(kind: Kind, index: int, message: PlanMessage) -> Kind | None:
+    """Returns the kind in which a rank holds a value that others hold in `kind`, if it does."""
+    for own, members in message.groups.items():
+        if (own.chunk, own.place) == (kind.chunk, kind.place) and own != kind and index in members:
+            return own
+    return None
+
+
+def _form(kind: Kind) -> str:
+    """Says what a value is: its dtype, and its shape if that is not the parameter's."""
+    if kind.dtype is None:
+        return "a Python value"
+    return str(kind.dtype) if kind.role == SHARD else f"{kind.dtype} of shape {kind.shape}"
 
 
 def _needed(kind: Kind, layout: Layout, grids: Grids) -> str | None:
@@ -243,6 +276,12 @@ def first_difference(mine: StageManifest, other: StageManifest) -> str:
             return f"{key}: only this rank has it, and no layout explains it"
         if key not in own_extras:
             return f"{key}: this rank lacks it, and no layout explains it"
+        own_dtype, their_dtype = own_extras[key].dtype, their_extras[key].dtype
+        if own_dtype != their_dtype:
+            return (
+                f"{key}: {own_dtype or 'a Python value'} here and "
+                f"{their_dtype or 'a Python value'} there, and no layout explains it"
+            )
         if own_extras[key] != their_extras[key]:
             return f"{key}: the two ranks hold different values, and no layout explains it"
     if len(mine.chunks) != len(other.chunks):
