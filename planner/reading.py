@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shardplan.layouts import CheckpointError
 from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.model import clean_name
 from shardplan.layouts.slab import Shape
@@ -69,6 +70,7 @@ class Saved:
         places = metadata.storage_data
         self._places: Mapping[Any, Any] = places if isinstance(places, Mapping) else {}
         self._clean: dict[str, str] | None = None
+        self._twice: dict[str, str] = {}
         self._indexes: dict[int, _ChunkIndex] = {}
 
     def same_places(self, keys: Sequence[str], others: Sequence[str]) -> bool:
@@ -86,14 +88,26 @@ class Saved:
         return True
 
     def key(self, key: str) -> str | None:
-        """Returns the name that the checkpoint has for a key, wrappers' tokens aside."""
+        """Returns the name that the checkpoint has for a key, wrappers' tokens aside.
+
+        Raises:
+            CheckpointError: If it has two such names, neither of which is the key.
+        """
         if key in self.stored:
             return key
         if self._clean is None:
             self._clean = {}
             for name in self.stored:
-                self._clean.setdefault(clean_name(name), name)
-        return self._clean.get(clean_name(key))
+                first = self._clean.setdefault(clean_name(name), name)
+                if first != name and not self.same_places([first], [name]):
+                    self._twice.setdefault(clean_name(name), name)
+        clean = clean_name(key)
+        if clean in self._twice:
+            raise CheckpointError(
+                f"{key}: the checkpoint has {self._clean[clean]} and {self._twice[clean]}, which are "
+                "both this name but for wrappers' tokens. Save it under one name only."
+            )
+        return self._clean.get(clean)
 
     def meetings(self, key: str, offsets: Shape, sizes: Shape) -> tuple[list[Meeting], list[str]]:
         """Returns the saved parts that fill a box, and what of it the checkpoint does not have.
