@@ -7,6 +7,7 @@
 | `exact_number` | a number as another kind, if nothing is lost |
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -57,18 +58,23 @@ def _keeps_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
     return high.min <= low.min and high.max >= low.max
 
 
-def exact_number(value: Any, kind: type | torch.dtype) -> Any:
+def exact_number(value: Any, kind: type | torch.dtype, rounds: bool = False) -> Any:
     """Returns a number as another kind.
 
     Args:
         value: An int, float or bool.
         kind: A Python type, or the dtype of the tensor that will hold it.
+        rounds: Whether a floating-point dtype may round it, as `torch.tensor(value)` does, but
+            not to zero or infinity.
 
     Raises:
-        ValueError: If the value would not be the same.
+        ValueError: If the value would not be the same, NaN being the same as NaN.
     """
     as_tensor = isinstance(kind, torch.dtype)
     held = torch.tensor(value, dtype=kind).item() if as_tensor else kind(value)  # type: ignore[arg-type, operator]
-    if held != value or isinstance(held, bool) != isinstance(value, bool):
+    same = held == value or (held != held and value != value)
+    if isinstance(kind, torch.dtype) and kind.is_floating_point and rounds:
+        same = same or (math.isfinite(held) and (held != 0 or value == 0))
+    if not same or isinstance(held, bool) != isinstance(value, bool):
         raise ValueError(f"{value!r} can't be kept exactly as {kind}")
     return held

@@ -68,12 +68,21 @@ class Delivery:
         elif target.path and _get(self._root, target.path) is not tensor:
             self.set(target.path, tensor)
 
-    def set_number(self, target: Target, value: Any) -> None:
-        """Puts a number where the state dict has one of another kind, if it stays the same."""
+    def set_number(self, target: Target, value: Any, rounds: bool = False) -> None:
+        """Puts a number where the state dict has one of another kind, if it stays the same.
+
+        Args:
+            target: Where it goes.
+            value: The number.
+            rounds: Whether it was saved as a Python number; such a float takes a tensor's dtype.
+
+        Raises:
+            CheckpointError: If it would not stay the same.
+        """
         wanted = target.scalar
         kind = wanted.dtype if isinstance(wanted, torch.Tensor) else type(wanted)
         try:
-            number = exact_number(value, kind)
+            number = exact_number(value, kind, rounds=rounds and isinstance(value, float))
         except (ValueError, TypeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{target.key}: {error}. Load it into a value of the kind that was saved."
@@ -87,6 +96,7 @@ class Delivery:
     def settle(self, target: Target, value: Any) -> None:
         """Puts a value that was read apart where it belongs, in the kind that is there."""
         wanted = target.scalar
+        rounds = not isinstance(value, torch.Tensor)
         if isinstance(value, torch.Tensor):
             if isinstance(wanted, torch.Tensor) and value.dtype == wanted.dtype:
                 local = local_tensor(wanted).detach()
@@ -94,7 +104,7 @@ class Delivery:
                 return
             value = value.item()
         if isinstance(wanted, torch.Tensor):
-            self.set_number(target, value)
+            self.set_number(target, value, rounds)
         else:
             self.set(target.path, value)
 

@@ -6,16 +6,19 @@
 | `EqualValues` | one value that was saved under several names: one step of stacked experts |
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
 from .conversion import exact_number
-from .entries import Path
+from .entries import Path, key_of, put, reach
 from .optimizer import Forms
 from .reading import Saved
+from .snapshot import Snapshot
+from .values import same_value
 
 _MEMBERS = ("params", "param_names")
 
@@ -25,7 +28,8 @@ class GroupLoad:
 
     The checkpoint has either `param_groups.{name}.{option}` for each parameter (torch's
     flattened form, which ranks with different names need) or `param_groups.{i}.{option}` as
-    stock DCP writes a list; the second is read through the names in its `params`.
+    stock DCP writes a list; the second has `param_groups.{i}.params` and is read through the names
+    there. An option that is a mapping is `….{option}.{key}` in both.
 
     Args:
         section: Path of the optimizer state that has the list.
@@ -33,6 +37,10 @@ class GroupLoad:
         members: Names on disk of each group's parameters, in every form they may have there.
         prefix: Key of the list on disk.
         saved: The checkpoint.
+
+    Attributes:
+        kept: Options of groups without parameters that the checkpoint does not tell; no error,
+            since nothing is trained with them.
     """
 
     def __init__(
@@ -50,86 +58,115 @@ class GroupLoad:
         self.prefix = prefix = prefix + "."
         self._by_name: dict[str, dict[str, str]] = {}
         self._by_position: dict[int, dict[str, str]] = {}
-        for key in saved.stored:
-            if not key.startswith(prefix):
+        self.kept: list[str] = []
+        below = [key[len(prefix) :] for key in saved.stored if key.startswith(prefix)]
+        listed = any(n.isdigit() and o == "params" for n, _, o in (k.partition(".") for k in below))
+        known = {name for group in members for forms in group for names in forms for name in names}
+        for rest in below:
+            if listed:
+                first, _, option = rest.partition(".")
+                if first.isdigit():
+                    self._by_position.setdefault(int(first), {})[option] = prefix + rest
                 continue
-            rest = key[len(prefix) :]
-            first, _, option = rest.partition(".")
-            if first.isdigit() and "." not in option:
-                self._by_position.setdefault(int(first), {})[option] = key
-            else:
-                name, _, option = rest.rpartition(".")
-                self._by_name.setdefault(name, {})[option] = key
+            name, option = _split(rest, known)
+            if option:
+                self._by_name.setdefault(name, {})[option] = prefix + rest
 
     def wanted(self) -> Iterable[str]:
         """Returns the keys to read."""
-        if self._by_name:
-            wanted = [
-                name
-                for group in self._members
-                for forms in group
-                for names in forms
-                for name in names
-            ]
-            return [
-                key
-                for name in dict.fromkeys(wanted)
-                for option, key in self._by_name.get(name, {}).items()
-                if option not in _MEMBERS
-            ]
-        return [key for options in self._by_position.values() for key in options.values()]
+        return [
+            key
+            for options in (*self._by_position.values(), *self._by_name.values())
+            for option, key in options.items()
+            if self._by_position or option not in _MEMBERS
+        ]
 
     def receive(self, key: str, value: Any) -> None:
         """Takes the value of a key that was read."""
         self._values[key] = value
 
     def finish(self, strict: bool) -> list[str]:
-        """Puts the options into the live groups.
+        """Puts the options into the live groups; none if it is strict and any is missing.
+
+        A group without parameters takes the options of the saved group at its place, if all others
+        come from the groups at theirs; else it stays as it is, and `kept` names its options.
 
         Returns:
             The keys that the checkpoint lacks.
 
         Raises:
-            CheckpointError: If parameters of one group were saved with different options.
+            CheckpointError: If parameters of one group were saved with different options, or an
+                option has no place in the form that the live group has.
         """
-        saved_options = self._options()
+        options_of, place_of = self._options()
+        in_place = len(self._by_position) == len(self._groups)
+        found_in: list[dict[str, tuple[str, Any]]] = []
         missing: list[str] = []
         faults: list[str] = []
         for number, (group, members) in enumerate(zip(self._groups, self._members, strict=True)):
             found: dict[str, tuple[str, Any]] = {}
             names: list[str] = []
             for forms in members:
-                form = next((f for f in forms if all(n in saved_options for n in f)), None)
+                form = next((f for f in forms if all(n in options_of for n in f)), None)
                 if form is None:
                     missing.append(f"{self.prefix}{forms[0][0]}")
                 names += form or ()
             for name in names:
-                for option, value in saved_options[name].items():
+                in_place = in_place and place_of.get(name) == number
+                for option, value in options_of[name].items():
                     first, known = found.setdefault(option, (name, value))
-                    if known != value:
+                    if not same_value(known, value):
                         faults.append(
                             f"{self.prefix}{number}.{option}: {first} was saved with {known!r} "
                             f"and {name} with {value!r}"
                         )
-            if not faults and not (strict and missing):
-                for option, (_, value) in found.items():
-                    group[option] = _into(group.get(option), value)
+            found_in.append(found)
+            if names:
+                missing += (f"{self.prefix}{number}.{o}" for o in _lacking(group, found))
         if faults:
             raise CheckpointError(
                 f"{summary(faults)}, but one group holds both now. Build the optimizer with the "
                 "groups that were saved, or leave param_groups out of the state dict."
             )
+        if strict and missing:
+            return missing
+        for number, (group, found) in enumerate(zip(self._groups, found_in, strict=True)):
+            if not self._members[number]:
+                keys = self._by_position.get(number, {}) if in_place else {}
+                found.update((o, ("", self._values[k])) for o, k in keys.items())
+                self.kept += (f"{self.prefix}{number}.{o}" for o in _lacking(group, found))
+            paths = {key_of(path): path for path in Snapshot(group).paths}
+            for option, (_, value) in found.items():
+                if option not in _MEMBERS:
+                    self._fill(number, option, paths.get(option), value)
         return missing
 
-    def _options(self) -> dict[str, dict[str, Any]]:
-        """Returns the saved options of each parameter, by its name on disk."""
-        if self._by_name:
-            return {
-                name: {o: self._values[k] for o, k in options.items() if k in self._values}
-                for name, options in self._by_name.items()
-                if any(key in self._values for key in options.values())
-            }
-        options_of: dict[str, dict[str, Any]] = {}
+    def _fill(self, number: int, option: str, path: Path | None, value: Any) -> None:
+        """Puts one option into a live group, at its path there if it has it."""
+        group = self._groups[number]
+        try:
+            if path is not None:
+                put(group, path, _into(reach(group, path), value))
+                return
+            *outer, last = option.split(".")
+            holder: Any = group
+            for name in outer:
+                holder = holder.setdefault(name, {})
+            holder[last] = value
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.prefix}{number}.{option}: {error}. Load it into an option of the kind that "
+                "was saved."
+            ) from None
+
+    def _options(self) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+        """Returns the saved options of each parameter, and its group, by its name on disk."""
+        options_of: dict[str, dict[str, Any]] = {
+            name: {o: self._values[k] for o, k in options.items() if k in self._values}
+            for name, options in self._by_name.items()
+            if any(key in self._values for key in options.values())
+        }
+        place_of: dict[str, int] = {}
         for position, keys in self._by_position.items():
             values = {option: self._values[key] for option, key in keys.items()}
             names = values.pop("params", [])
@@ -138,7 +175,8 @@ class GroupLoad:
                 names = self._numbered(position, len(names))
             for name in names:
                 options_of[str(name)] = values
-        return options_of
+                place_of[str(name)] = position
+        return options_of, place_of
 
     def _numbered(self, position: int, count: int) -> Sequence[str]:
         """Takes a group of integers for the live group at the same place, if they are as many."""
@@ -174,7 +212,7 @@ class EqualValues:
         """
         (first, value), *others = self._values.items()
         for key, other in others:
-            if bool(other != value):
+            if not same_value(other, value):
                 raise CheckpointError(
                     f"{key}: saved as {other!r}, but {first} as {value!r}, and one stacked "
                     "parameter holds both now. Load into single experts, or make them equal."
@@ -183,11 +221,30 @@ class EqualValues:
         return []
 
 
+def _split(rest: str, known: Collection[str]) -> tuple[str, str]:
+    """Splits a key into a parameter's name, the longest that is known, and an option."""
+    name, _, inner = rest.rpartition(".")
+    while name and name not in known:
+        name, _, _ = name.rpartition(".")
+        inner = rest[len(name) + 1 :]
+    return name, inner if name else ""
+
+
+def _lacking(group: Mapping[str, Any], found: Collection[str]) -> Iterable[str]:
+    """Yields the options of a live group that were not found; empty containers ask for nothing."""
+    snapshot = Snapshot(group)
+    for path, value in zip(snapshot.paths, snapshot.take_values(), strict=True):
+        empty = isinstance(value, Mapping | list) and not value
+        heads = itertools.accumulate(map(str, path), "{}.{}".format)
+        if path[0] not in _MEMBERS and not empty and not any(head in found for head in heads):
+            yield key_of(path)
+
+
 def _into(current: Any, value: Any) -> Any:
     """Returns a saved option in the form that the live group has: a tensor stays a tensor."""
     fill = getattr(current, "fill_", None)
     if fill is not None and not hasattr(value, "fill_"):
-        fill(exact_number(value, current.dtype))
+        fill(exact_number(value, current.dtype, rounds=isinstance(value, float)))
         return current
     if hasattr(current, "copy_") and hasattr(value, "fill_"):
         current.copy_(value)

@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from shardplan.layouts import Grid, Layout, clean_name
 from shardplan.layouts.layout import evaluate
@@ -68,7 +69,11 @@ def unexpected_keys(
         if any(key.startswith(p) and key[len(p) :].isdigit() for p in rank_prefixes):
             return True
         prefix = next((p for p in group_prefixes if key.startswith(p)), None)
-        return prefix is not None and key[len(prefix) :].rpartition(".")[0] in grouped
+        if prefix is None:
+            return False
+        # A parameter's name and an option; one that is a mapping has dots of its own.
+        heads = accumulate(key[len(prefix) :].split(".")[:-1], "{}.{}".format)
+        return any(head in grouped for head in heads)
 
     return [key for key in left if not expected(key)]
 

@@ -285,7 +285,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         elif target.group is not None:
             target.group.receive(target.key, loaded)
         elif isinstance(target.scalar, torch.Tensor):
-            self._delivery.set_number(target, loaded)
+            self._delivery.set_number(target, loaded, rounds=True)
         else:
             self._delivery.set(target.path, loaded)
         self._done()
@@ -315,7 +315,6 @@ class LayoutAwareLoadPlanner(LoadPlanner):
 
     def _finish(self) -> None:
         """Completes what needs all reads: padding and parameter groups; lets go of tensors."""
-        self._twins.check()
         for key, tensor, boxes in self._requests.pads:
             self.report.padded.append(key)
             for box in boxes if self._policies.padding == "zero" else ():
@@ -326,6 +325,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                     write_back(tensor, box, zeros)
                 else:
                     shown.zero_()
+        self._twins.check()
         for group in self._requests.groups:
             missing = group.finish(self._policies.missing == "error")
             if missing and self._policies.missing == "error":
@@ -334,6 +334,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                     + " Pass strict=False to load what there is."
                 )
             self.report.missing += missing
+            if isinstance(group, GroupLoad):
+                self.report.missing += group.kept
         self._root, self._saved = {}, Saved(Metadata({}))
         self._begin()
 

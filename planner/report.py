@@ -10,7 +10,7 @@ class LoadReport:
     Attributes:
         loaded: Keys that were found in the checkpoint.
         missing: Keys that the checkpoint lacks; empty after a strict load, but for
-            `_extra_state`, which may come and go.
+            `_extra_state`, which may come and go, and options of groups without parameters.
         unexpected: Keys in the sections that were loaded which nothing asked for, other experts
             of the same layers aside. With pipeline stages each stage lists the others' layers.
         converted: Key → saved and wanted form, where they differ: dtype, or kind of a scalar.

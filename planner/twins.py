@@ -84,13 +84,14 @@ class Twins:
                     report.loaded += twin.found
                 else:
                     local = local_tensor(twin.tensor)
-                    copy = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+                    # What nothing fills, such as padding that is kept, is equal from the start.
+                    copy = local.detach().clone(memory_format=torch.contiguous_format)
                     twin.ask(copy)
                     if twin.found:
                         self._copies.append((chosen, twin, copy))
 
     def check(self) -> None:
-        """Compares the copies that were read apart, when all is read.
+        """Compares the copies that were read apart, when all is read and padded.
 
         Raises:
             CheckpointError: If two keys of one memory were saved with different values.

@@ -3,6 +3,7 @@
 | name | does |
 |---|---|
 | `value_digest` | 16 hexadecimal digits over a value, equal for equal values in any process |
+| `same_value` | whether two values are equal, NaN being equal to NaN |
 | `to_bytes`, `from_bytes` | a value as DCP stores it, and back |
 | `classes_in` | the enums and dataclasses that a program itself holds |
 
@@ -100,10 +101,9 @@ def _update(hashed: Any, value: Any) -> None:
         local = local_tensor(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
         hashed.update(f"{local.dtype}{tuple(local.shape)}".encode())
         hashed.update(local.reshape(-1).view(torch.uint8).numpy().data)
-    elif isinstance(value, Mapping):
-        for key, child in value.items():
-            _update(hashed, key)
-            _update(hashed, child)
+    elif isinstance(value, Mapping):  # equal in any order
+        for text in sorted(value_digest(key) + value_digest(value[key]) for key in value):
+            hashed.update(text.encode())
     elif isinstance(value, list | tuple):
         for child in value:
             _update(hashed, child)
@@ -129,6 +129,30 @@ def _update(hashed: Any, value: Any) -> None:
     else:
         hashed.update(pickle.dumps(value, protocol=4))
     hashed.update(b"\1")
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Returns whether two values are equal; NaN equals itself, and tensors their like.
+
+    >>> same_value((1.0, float("nan")), (1, float("nan")))
+    True
+    """
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            one, other = (a, b) if isinstance(a, torch.Tensor) else (b, a)
+            return one.numel() == 1 and same_value(one.item(), other)
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.shape == b.shape and bool(np.all((a == b) | ((a != a) & (b != b))))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return (
+            isinstance(a, list) == isinstance(b, list)
+            and len(a) == len(b)
+            and all(map(same_value, a, b))
+        )
+    return bool(a == b) or bool(a != a and b != b)
 
 
 def to_bytes(key: str, value: Any) -> io.BytesIO:
