@@ -27,6 +27,11 @@ class Join:
     dim: int
     tensors: tuple[Joined, ...]
 
+    def __post_init__(self) -> None:
+        for suffix, _, groups in self.tensors:
+            if groups < 1:
+                raise LayoutError(f"{suffix!r} can't be woven in {groups} groups")
+
     @property
     def axes(self) -> tuple[str, ...]:
         return ()

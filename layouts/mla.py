@@ -55,7 +55,9 @@ class MLADownProjection:
                     "Choose a tensor-parallel size that divides both.",
                 )
             query, latent = query // count, latent // count
-        parts = ((".linear_q_down_proj.weight", query), (".linear_kv_down_proj.weight", latent))
+        dot = "" if param.fqn.startswith(_OWN) else "."
+        names = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+        parts = ((dot + names[0], query), (dot + names[1], latent))
         return (Concat(0, parts, "down-projections"),)
 
     def rename(self, param: ParamInfo, name: str) -> str:

@@ -314,6 +314,14 @@ def test_every_built_in_provider_is_in_the_suite():
     assert {type(provider) for provider in DEFAULT_LAYOUTS} <= tried
 
 
+def test_an_mla_projection_at_the_root_has_a_name_without_a_dot_before_it():
+    grids = Grids.from_sizes(0)
+    registry = LayoutRegistry([MLADownProjection({"*": (8, 4)})])
+    layout = registry.layout(param_info(grids, "linear_qkv_down_proj.weight", (12, 2)))
+    keys = [slab.key for slab in layout.slabs(grids.dense)]
+    assert ["linear_q_down_proj.weight", "linear_kv_down_proj.weight"] == keys
+
+
 # Wrong providers: each is found by the test that is there for it ---------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from shardplan.layouts import (
     Fuse,
     Grid,
     Interleave,
+    Join,
     Layout,
     LayoutError,
     Permute,
@@ -218,10 +219,14 @@ def test_a_dim_that_is_not_there_is_refused(stage):
             "components: the part '_v' can't have -1 rows. Give sizes of at least 0.",
         ),
         (lambda: Interleave(0, -1, (("_w", 3),)), "components: there can't be -1 groups"),
+        (
+            lambda: Join(0, (("_qk", ("_w", "_v"), 0),)),
+            "'_qk' can't be woven in 0 groups",
+        ),
         (lambda: Unpad(0, -1), "the true size of dim 0 can't be -1"),
     ],
 )
-def test_negative_sizes_are_refused(make, message):
+def test_impossible_sizes_are_refused(make, message):
     """-1 and 5 rows add up to 4, and would be cut beside the tensor."""
     with pytest.raises(LayoutError) as error:
         make()
