@@ -1,5 +1,6 @@
 """A DCP storage reader over an open checkpoint of any format: `dcp.load` from any of them."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class CheckpointReader(StorageReader):
             self._open.close()
         self._open = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        # DCP looks for a parameter named kwargs and would ask again for this rank's own metadata.
         metadata = self.checkpoint.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -61,8 +63,6 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        import io
-
         checkpoint = self.checkpoint
         for item in plan.items:
             key = item.storage_index.fqn

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from huggingface.clients import CLASSES, logits, make, reopen
 from safetensors.torch import load_file, save_file
 from world import load, save
@@ -121,6 +122,21 @@ def test_import_then_export_in_small_files(tmp_path, kind):
     with open_checkpoint(tmp_path / "out") as checkpoint:
         assert [] == list(checkpoint.faults())
     assert torch.equal(logits(model), logits(reopen(kind, tmp_path / "out")))
+
+
+def test_dcp_load_itself_reads_safetensors(tmp_path):
+    make("llama", tmp_path / "hf")
+    numbers = read_config(tmp_path / "hf")
+    names = [HuggingFaceNames(rules_for(numbers))]
+    d = describe(numbers, Parallel(fsdp="none", pad_vocabulary=0), extra=names)
+    state = {fqn: torch.zeros(shape) for fqn, shape in d.shapes.items()}
+    planner = LayoutAwareLoadPlanner(d.shapes, grid=d.grids, layouts=d.providers)
+    dcp.load(state, storage_reader=CheckpointReader(tmp_path / "hf"), planner=planner)
+    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    gate, up = (theirs[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up"))
+    assert torch.equal(torch.cat([gate, up]), state["decoder.layers.1.mlp.linear_fc1.weight"])
+    assert sorted(theirs) == sorted(planner.report.loaded)
+    assert [] == planner.report.unexpected
 
 
 def test_stacked_experts_on_their_side(tmp_path):
