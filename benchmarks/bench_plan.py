@@ -11,6 +11,7 @@ messages are measured by pickling them. Cyclic garbage collection is on, as in a
 import argparse
 import dataclasses
 import gc
+import math
 import pickle
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measure import Results, cpu_seconds
+from memory import PeakMemory
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.metadata import TensorProperties as Properties
@@ -137,6 +139,11 @@ def _global_plan(results: Results, count: int, world: int, flat: bool) -> None:
     agreement = compare(messages)
     metadata = checkpoint_metadata(agreement.stages)
     seconds = time.process_time() - start
+    del agreement, metadata
+    gc.collect()
+    with PeakMemory() as peak:
+        agreement = compare(messages)
+        metadata = checkpoint_metadata(agreement.stages)
     chunks = sum(len(m.chunks) for m in metadata.state_dict_metadata.values())
     results.add(
         kind="global",
@@ -148,8 +155,35 @@ def _global_plan(results: Results, count: int, world: int, flat: bool) -> None:
         message_bytes=len(pickle.dumps(other)),
         first_message_bytes=len(pickle.dumps(first)),
         metadata_bytes=len(pickle.dumps(metadata)),
+        host_bytes=peak.host_bytes,
         stock_seconds=_stock_global(shapes, world) if count * world <= 40_000 else None,
     )
+
+
+def growth(results: Results) -> None:
+    """Adds how time and metadata grow with the number of ranks: the exponent of a power law."""
+    plans = [row for row in results.rows if row["kind"] == "global"]
+    for count, layout in dict.fromkeys((r["parameters"], r["layout"]) for r in plans):
+        found = sorted(
+            ((r["ranks"], r) for r in plans if (r["parameters"], r["layout"]) == (count, layout)),
+            key=lambda pair: pair[0],
+        )
+        (low, first), (high, last) = found[0], found[-1]
+        if low == high:
+            continue
+
+        def exponent(name: str, a: dict[str, Any] = first, b: dict[str, Any] = last) -> float:
+            return math.log(b[name] / a[name]) / math.log(b["ranks"] / a["ranks"])
+
+        results.add(
+            kind="growth",
+            parameters=count,
+            layout=layout,
+            from_ranks=low,
+            to_ranks=high,
+            seconds_exponent=exponent("seconds"),
+            metadata_exponent=exponent("metadata_bytes"),
+        )
 
 
 def _stock_global(shapes: dict[str, tuple[int, ...]], world: int) -> float:
@@ -207,8 +241,22 @@ def main() -> None:
             "message_bytes": "bytes from a rank",
             "first_message_bytes": "from a stage's first",
             "metadata_bytes": "metadata bytes",
+            "host_bytes": "peak host bytes",
         },
         kind="global",
+    )
+    growth(results)
+    results.table(
+        "Growth with the number of ranks: 0 is flat, 1 is linear",
+        {
+            "parameters": "parameters",
+            "layout": "layout",
+            "from_ranks": "from ranks",
+            "to_ranks": "to ranks",
+            "seconds_exponent": "exponent of seconds",
+            "metadata_exponent": "of metadata bytes",
+        },
+        kind="growth",
     )
     results.write(args.out)
     dist.destroy_process_group()

@@ -239,7 +239,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ways", nargs="*", default=[], help="some only; see ways.py")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no round goes on")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, help="seconds after which no round goes on"
+    )
     parser.add_argument("--no-sync", action="store_true", help="leave synchronous saves out")
     parser.add_argument("--async-saves", type=int, default=0, help="saves of each way, in a row")
     parser.add_argument("--async-ways", nargs="*", default=[], help="some only")
