@@ -5,7 +5,8 @@
 | `app` | the command: its verbs and their examples |
 | `looking`, `listing`, `checking` | `inspect`, `verify`, `diff` and what they print |
 | `moving` | `convert`, `export`, `import` |
-| `planning`, `chain` | `simulate`, `explain`, `show`; the way of a parameter in words |
+| `planning` | `simulate` |
+| `placing`, `chain` | `explain`, `show`; the way of a parameter in words |
 | `holders`, `blocks`, `drawing` | who holds what of a tensor: the data, in the terminal, as pictures |
 | `options`, `output` | what verbs share: options; tables, JSON, progress, exit statuses |
 """

@@ -2,7 +2,7 @@
 
 import typer
 
-from . import looking, moving, planning
+from . import looking, moving, placing, planning
 
 app = typer.Typer(
     name="shardplan",
@@ -24,12 +24,12 @@ _VERBS = (
     ("simulate", planning.simulate, "shardplan simulate Qwen3-Next-80B-A3B --to 64-ranks"),
     (
         "explain",
-        planning.explain,
+        placing.explain,
         "shardplan explain Llama-3.1-405B --param '*.3.*linear_qkv.weight' --rank 9",
     ),
     (
         "show",
-        planning.show,
+        placing.show,
         "shardplan show Qwen3-Next-80B-A3B --param '*.0.*in_proj.weight' --to tp=4,dp_shard=8",
     ),
 )
