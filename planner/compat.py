@@ -12,6 +12,7 @@
 | `stores_aliases` | whether a writer can give one stored tensor two keys |
 | `keeps_one_chunk_per_key`, `names_files_by_rank` | what torch's own writers can hold |
 | `storage_info`, `memory_format_of` | types inside stock `.metadata` |
+| `rebuild_tensor` | the function that a pickled tensor names |
 
 Tested on torch 2.11, 2.13.0 and 2.14.1.
 """
@@ -142,3 +143,8 @@ def memory_format_of(number: int) -> Any:
 def untyped_tensor() -> tuple[Any, Any]:
     """Returns what torch pickles a tensor of any dtype as: its rebuild function and storage type."""
     return torch._utils._rebuild_tensor_v3, torch.storage.UntypedStorage
+
+
+def rebuild_tensor() -> Any:
+    """Returns the function that a pickled tensor of any dtype names; `torch.load` allows it."""
+    return torch._utils._rebuild_tensor_v3

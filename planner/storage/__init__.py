@@ -6,6 +6,7 @@
 | `session`, `commit`, `join`, `claims` | how ranks end a save together, and what makes it complete |
 | `part`, `plain`, `header`, `dtypes`, `sums` | the format: manifest, Python values, data file |
 | `reader`, `owners`, `datafile`, `segments`, `fetch`, `checks` | `SafetensorsReader` |
+| `stock` | `finalize`, for tools that read stock DCP |
 | `stager` | `PinnedStager`, for asynchronous saves |
 | `files`, `buffers` | where files lie, and host memory of bounded size |
 
@@ -15,6 +16,7 @@ The format is described in FORMAT.md.
 from .reader import SafetensorsReader
 from .segments import Stats
 from .stager import PinnedStager
+from .stock import finalize
 from .writer import SafetensorsWriter
 
-__all__ = ["PinnedStager", "SafetensorsReader", "SafetensorsWriter", "Stats"]
+__all__ = ["PinnedStager", "SafetensorsReader", "SafetensorsWriter", "Stats", "finalize"]

@@ -24,6 +24,7 @@ from .dtypes import ITEMSIZES
 FORMAT_VERSION = 1
 SUMS = "__shardplan_sums__"
 VALUES = "__shardplan_values__"
+HEAD = "__shardplan_torch__"  # before the name of a chunk: what torch.load needs in front of it
 # safetensors refuses longer headers.
 MAX_HEADER = 100_000_000
 ALIGNMENT = 64

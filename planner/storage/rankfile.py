@@ -23,10 +23,11 @@ from .claims import Groups, vouched
 from .commit import data_name, groups_to_json, parse, part_name
 from .dtypes import stored_form
 from .files import Files
-from .header import FORMAT_VERSION, SUMS, VALUES, HeaderText, chunk_name
+from .header import FORMAT_VERSION, HEAD, SUMS, VALUES, HeaderText, chunk_name
 from .part import part_from_json, part_to_json
 from .plain import to_plain
 from .session import Marker, Session
+from .stock import torch_head
 from .stream import Nowhere, Piece, sums_of, write_pieces
 from .sums import ALGORITHM, BLOCK, block_count
 
@@ -92,6 +93,7 @@ class RankFile:
         buffers: Buffers,
         threads: int,
         save: str,
+        stock: bool,
     ) -> None:
         """Writes header and chunks.
 
@@ -101,6 +103,7 @@ class RankFile:
             buffers: The memory that may be used.
             threads: How many workers compute checksums and write.
             save: Id of the save, empty if it is not known yet.
+            stock: Whether stock DCP shall be able to read the chunks.
 
         Raises:
             CheckpointError: If a value can't be stored, or the plan does not fit its tensors.
@@ -109,6 +112,9 @@ class RankFile:
         tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
         tensors.sort(key=lambda item: -item.tensor_data.properties.dtype.itemsize)  # type: ignore[union-attr]
         pieces = [_piece(item) for item in tensors]
+        heads = [torch_head(piece.dtype, piece.sizes) for piece in pieces] if stock else []
+        if stock:
+            pieces = [p for pair in zip(map(_head, pieces), pieces, strict=True) for p in pair]
         values = {
             item.index.fqn: to_plain(item.index.fqn, planner.resolve_value(item))
             for item in items
@@ -122,8 +128,11 @@ class RankFile:
         header = self._header = HeaderText(_entries(pieces), self._facts(tensors), len(pieces))
 
         def data_of(number: int) -> torch.Tensor:
-            if number == len(tensors):
+            if number == len(pieces) - bool(values):
                 return blob
+            number, is_chunk = divmod(number, 2) if stock else (number, True)
+            if not is_chunk:
+                return torch.frombuffer(bytearray(heads[number]), dtype=torch.uint8)
             data: torch.Tensor = planner.resolve_data(tensors[number])
             return data
 
@@ -222,6 +231,12 @@ def _piece(item: WriteItem) -> Piece:
     for size in sizes:
         nbytes *= size
     return Piece(chunk_name(item.index.fqn, item.index.offset or ()), dtype, sizes, nbytes)
+
+
+def _head(piece: Piece) -> Piece:
+    """Returns the piece that stands before a chunk for torch.load."""
+    length = len(torch_head(piece.dtype, piece.sizes))
+    return Piece(HEAD + piece.name, torch.uint8, (length,), length)
 
 
 def _entries(pieces: Sequence[Piece]) -> list[tuple[str, str, Sequence[int], int]]:

@@ -47,6 +47,8 @@ class SafetensorsWriter(StorageWriter):
         buffer_bytes: Host memory for what can't be written from where it lies, in bytes.
         sync: Whether files are on the disk before the save counts as complete.
         timeout: Seconds without a sign of life from another rank before the save fails.
+        stock: Whether `finalize` shall be able to let stock DCP read the data: each chunk is then
+            some 400 bytes longer.
     """
 
     stores_layouts = True
@@ -60,6 +62,7 @@ class SafetensorsWriter(StorageWriter):
         buffer_bytes: int = DEFAULT_NBYTES,
         sync: bool = True,
         timeout: float = 300.0,
+        stock: bool = False,
     ) -> None:
         self.path = path
         self._overwrite = overwrite
@@ -67,6 +70,7 @@ class SafetensorsWriter(StorageWriter):
         self._buffer_bytes = buffer_bytes
         self._sync = sync
         self._timeout = timeout
+        self._stock = stock
         self._rank = 0
         self._coordinates = True
         self._collective = False
@@ -159,7 +163,8 @@ class SafetensorsWriter(StorageWriter):
             else:  # where the header is written first, the id must be known by then
                 save = session.awaited() if file.out.in_order else session.current()
             with without_gc():
-                file.write(plan.items, planner, self._buffers, self._threads, save or "")
+                buffers, threads = self._buffers, self._threads
+                file.write(plan.items, planner, buffers, threads, save or "", self._stock)
             if self._collective:
                 file.announce(str(save), self._sync)
         except BaseException as error:
