@@ -101,9 +101,10 @@ def export_(
     numbers = _numbers(config, recipe, None)
     check_free(out, overwrite)
     with opened(ckpt, trust_pickle) as checkpoint:
-        total = plan_export(checkpoint, numbers, section=section).nbytes
+        plan = plan_export(checkpoint, numbers, section=section)
+        total = plan.nbytes
         with progress("exporting", total, quiet=json_) as advance:
-            plan = export_checkpoint(
+            export_checkpoint(
                 checkpoint,
                 out,
                 numbers,
@@ -112,6 +113,7 @@ def export_(
                 shard_bytes=_bytes(shard_size),
                 threads=threads,
                 advance=advance,
+                plan=plan,
             )
     files = sorted(path.name for path in out.glob("*.safetensors"))
     _say(out, plan.tensors, plan.left, total, files, json_)
@@ -142,9 +144,12 @@ def import_(
     numbers = _numbers(config, recipe, source)
     check_free(ckpt, overwrite)
     with opened(source) as checkpoint:
-        total = plan_import(checkpoint, numbers, section=section).nbytes
+        plan = plan_import(checkpoint, numbers, section=section)
+        total = plan.nbytes
         with progress("importing", total, quiet=json_) as advance:
-            plan = import_checkpoint(checkpoint, ckpt, numbers, section=section, advance=advance)
+            import_checkpoint(
+                checkpoint, ckpt, numbers, section=section, advance=advance, plan=plan
+            )
     files = sorted(path.name for path in ckpt.glob("*.distcp"))
     _say(ckpt, plan.tensors, plan.left, total, files, json_)
 

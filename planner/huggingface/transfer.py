@@ -170,6 +170,7 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     threads: int = 2,
     advance: Advance = lambda n: None,
+    plan: Plan | None = None,
 ) -> Plan:
     """Writes a checkpoint in Hugging Face's form.
 
@@ -184,6 +185,7 @@ def export_checkpoint(
         shard_bytes: Most bytes of one file, unless a tensor is larger.
         threads: How many files are written at a time.
         advance: Told the bytes of each block that is written.
+        plan: What `plan_export` returned for the same arguments, if that is known.
 
     Returns:
         What was written, and what was left over.
@@ -191,7 +193,8 @@ def export_checkpoint(
     Raises:
         CheckpointError: If a tensor is missing or has another shape; nothing is written then.
     """
-    plan = plan_export(checkpoint, numbers, section=section, rules=rules)
+    if plan is None:
+        plan = plan_export(checkpoint, numbers, section=section, rules=rules)
     out.mkdir(parents=True, exist_ok=True)
     shards = _shards(plan.tensors, shard_bytes)
     names = [
@@ -230,6 +233,7 @@ def import_checkpoint(
     rules: Iterable[Rule] | None = None,
     advance: Advance = lambda n: None,
     writer: Any = None,
+    plan: Plan | None = None,
 ) -> Plan:
     """Writes a Hugging Face checkpoint under Megatron-Core's names, for any configuration to load.
 
@@ -241,6 +245,7 @@ def import_checkpoint(
         rules: Rules for names and shapes; those of the model's kind if not given.
         advance: Told the bytes of each block that is written.
         writer: DCP storage writer; one for stock's own format if not given.
+        plan: What `plan_import` returned for the same arguments, if that is known.
 
     Returns:
         What was written, and what was left over.
@@ -248,7 +253,8 @@ def import_checkpoint(
     Raises:
         CheckpointError: If a tensor is missing or has another shape; nothing is written then.
     """
-    plan = plan_import(checkpoint, numbers, section=section, rules=rules)
+    if plan is None:
+        plan = plan_import(checkpoint, numbers, section=section, rules=rules)
     paths: dict[str, tuple[Any, ...]] = {
         key: (section, key[len(section) + 1 :]) if section else (key,) for key in plan.tensors
     }
