@@ -120,12 +120,12 @@ class Choice(NamedTuple):
     """Which of the saved values a rank takes.
 
     Attributes:
-        index: Its index; None for none.
+        taken: Its index; None for none.
         note: What the report says, if the numbers of ranks differ.
         fault: Why the load must not go on.
     """
 
-    index: int | None = None
+    taken: int | None = None
     note: str | None = None
     fault: str | None = None
 

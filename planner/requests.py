@@ -165,8 +165,8 @@ class Requests:
             return
         if choice.note:
             self._report.ranks[key] = choice.note
-        if choice.index is not None:
-            self._request(Target(f"{prefix}{choice.index}", (), None, holder=value), None)
+        if choice.taken is not None:
+            self._request(Target(f"{prefix}{choice.taken}", (), None, holder=value), None)
 
     def _fits(
         self,
