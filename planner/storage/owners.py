@@ -26,7 +26,7 @@ from .commit import Commit
 # Bytes that a Python value counts for in the turns of replicas; see planner/writing.py.
 _OBJECT_NBYTES = 64
 _Box = tuple[str, int | None, Shape]
-_Owner = tuple[Grid, int | None]
+_Owner = int | Grid
 
 
 class Owners:
@@ -62,18 +62,22 @@ class Owners:
         return self._of_value(stage, origin, key, offsets)
 
     def _of_chunk(self, stage: int, laid: Laid, key: str, offsets: Shape) -> int:
-        layout = laid.layout
-        owner = self._owners(stage, laid).get((laid.suffix, laid.expert, offsets))
+        kind, layout = laid.kind, laid.layout
+        ident = (stage, kind.chunk, layout.family, id(layout.stages), kind.itemsize)
+        owners = self._boxes.get(ident)
+        if owners is None:
+            owners = self._boxes[ident] = self._owners(stage, laid)
+        owner = owners.get((laid.suffix, laid.expert, offsets))
+        if isinstance(owner, int):
+            return owner
         if owner is None:
             raise CheckpointError(
                 f"{key}: the manifest has no chunk at {offsets}. The metadata is another "
                 "checkpoint's."
             )
-        grid, part = owner
-        axes = layout.replica_axes(grid)
-        if part is None and grid.count(axes) > 1:
-            part = self._turn(stage, laid, grid, axes, key, offsets)
-        return self._place(laid, grid if part is None else _spread(grid, axes, part))
+        axes = layout.replica_axes(owner)
+        part = self._turn(stage, laid, owner, axes, key, offsets)
+        return self._place(laid, _spread(owner, axes, part))
 
     def _of_value(self, stage: int, laid: Laid, key: str, offsets: Shape | None) -> int:
         layout = laid.layout
@@ -112,30 +116,33 @@ class Owners:
         return grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
 
     def _owners(self, stage: int, laid: Laid) -> dict[_Box, _Owner]:
-        """Returns the coordinate that holds each box of a layout, replica axes at 0, and its part.
+        """Returns who wrote each box of a layout: a place, or where replicas take turns.
 
-        The part is the replica that wrote it, None where replicas take turns.
+        These are the replicas of the rank at a coordinate, which has the replica axes at 0.
         """
-        kind, layout = laid.kind, laid.layout
+        layout, itemsize = laid.layout, laid.kind.itemsize
         start = self._start(stage, laid)
-        replicas = start.count(layout.replica_axes(start))
-        # The manifests hold the stages, so an id stays taken; without replicas the size is nothing.
-        itemsize = kind.itemsize if replicas > 1 else 0
-        ident = (stage, kind.chunk, layout.family, id(layout.stages), itemsize)
-        owners = self._boxes.get(ident)
-        if owners is None:
-            owners = self._boxes[ident] = {}
-            outer = [axis for axis in layout.axes if axis not in layout.storage.axes]
-            for place in start.walk(outer):
-                for grid in layout.storage.holders(place):
-                    for frame in evaluate(layout.stages, grid, layout.fqn):
-                        for box in frame.boxes:
-                            cuts = parts(box.sizes, kind.itemsize, replicas)
-                            if cuts is None:
-                                owners[frame.suffix, frame.expert, box.offsets] = grid, None
-                            for number, cut in enumerate(cuts or ()):
-                                part = take(box, cut).offsets
-                                owners[frame.suffix, frame.expert, part] = grid, number
+        axes = layout.replica_axes(start)
+        replicas = start.count(axes)
+        # Without replicas the size of an element is nothing to the owners.
+        ident = (stage, laid.kind.chunk, layout.family, id(layout.stages), 0)
+        if replicas == 1 and ident in self._boxes:
+            return self._boxes[ident]
+        owners: dict[_Box, _Owner] = {}
+        outer = [axis for axis in layout.axes if axis not in layout.storage.axes]
+        for place in start.walk(outer):
+            for grid in layout.storage.holders(place):
+                own = self._place(laid, grid) if replicas == 1 else grid
+                for frame in evaluate(layout.stages, grid, layout.fqn):
+                    for box in frame.boxes:
+                        cuts = parts(box.sizes, itemsize, replicas)
+                        if cuts is None:
+                            owners[frame.suffix, frame.expert, box.offsets] = own
+                        for number, cut in enumerate(cuts or ()):
+                            found = self._place(laid, _spread(grid, axes, number))
+                            owners[frame.suffix, frame.expert, take(box, cut).offsets] = found
+        if replicas == 1:
+            self._boxes[ident] = owners
         return owners
 
     def _turn(
