@@ -295,12 +295,12 @@ class LayoutAwareSavePlanner(SavePlanner):
         """
         key = write_item.index.fqn
         value, source = self._take(write_item)
+        if source.part is not None:
+            value = part_of(key, value, source.part)  # the whole may be no one tensor
         if isinstance(value, torch.Tensor):
             check_storable((key,), value)
         if source.box is None:
             return to_bytes(key, value)
-        if source.part is not None:
-            value = part_of(key, value, source.part)
         shown = view(value, source.box)
         return copy_of(value, source.box) if shown is None else shown
 
