@@ -139,6 +139,16 @@ class LayoutAwareSavePlanner(SavePlanner):
             CheckpointError: If two values have one key, or the storage writer would lose data.
         """
         call = calling_save()
+        try:
+            return self._plan_locally(call)
+        except Exception as error:
+            # Without collectives the others would wait for this rank until they give up.
+            if call is not None and self._is_alone(call) and hasattr(call.writer, "plan_failed"):
+                dense = self._table.grids.dense
+                call.writer.plan_failed(error, dense.linear(dense.axes), dense.world_size)
+            raise
+
+    def _plan_locally(self, call: SaveCall | None) -> SavePlan:
         alone = self._is_alone(call)
         if call is not None:
             self._check_writer(call)

@@ -9,6 +9,8 @@
 import itertools
 from collections.abc import Sequence
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
@@ -27,16 +29,20 @@ class PlansDiffer(CheckpointError):
     """Ranks of one stage do not plan the same checkpoint."""
 
 
-def commit_of(files: Files, save: str, markers: Sequence[Marker]) -> Commit:
+def commit_of(
+    files: Files, save: str, markers: Sequence[Marker], agreed: Metadata | None = None
+) -> Commit:
     """Returns what makes a save complete, once its ranks turn out to have planned one checkpoint.
 
     Args:
         files: Where the checkpoint lies.
         save: Id of the save.
         markers: Those of all ranks.
+        agreed: The metadata that ranks agreed on in the plan step, where there was one.
 
     Raises:
-        CheckpointError: If ranks disagree, two have one place, or two values have one key.
+        CheckpointError: If ranks disagree, two have one place, two values have one key, or a value
+            is in no manifest, so that no reader would find it.
     """
     markers = sorted(markers, key=lambda marker: marker.place)
     _check_places(markers)
@@ -77,7 +83,15 @@ def commit_of(files: Files, save: str, markers: Sequence[Marker]) -> Commit:
         else tuple(marker.rank for marker in markers),
     )
     with without_gc():
-        checkpoint_metadata(read_stages(files, commit)[0])
+        metadata = checkpoint_metadata(read_stages(files, commit)[0])
+    known = metadata.state_dict_metadata
+    unknown = [] if agreed is None else [k for k in agreed.state_dict_metadata if k not in known]
+    if unknown:
+        raise CheckpointError(
+            f"{summary(unknown)}: in no manifest of layouts, since only the ranks that hold it know "
+            "of it. Save it with torch's FileSystemWriter, or pass the provider that knows how it "
+            "is cut."
+        )
     return commit
 
 

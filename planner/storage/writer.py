@@ -184,6 +184,18 @@ class SafetensorsWriter(StorageWriter):
         if self._session is not None and not self._collective:
             self._session.fail(error)
 
+    def plan_failed(self, error: BaseException, place: int, ranks: int) -> None:
+        """Tells the other ranks that this one could not plan, so that they do not wait for it.
+
+        Args:
+            error: Why.
+            place: This rank's place.
+            ranks: How many ranks save.
+        """
+        if not self._collective and ranks > 1:
+            files = files_at(self.path)
+            Session(files, place, place == 0, ranks, self._timeout, True).fail(error)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Ends the save on this rank: it is complete, and there was no error on any rank.
 
@@ -196,7 +208,8 @@ class SafetensorsWriter(StorageWriter):
         try:
             if self._collective:
                 markers = [Marker.decode("a result", r[0].storage_data) for r in results]
-                session.complete(commit_of(session.files, str(session.save), markers))
+                commit = commit_of(session.files, str(session.save), markers, metadata)
+                session.complete(commit)
             elif session.leads:
                 self._lead(session, file)
             else:

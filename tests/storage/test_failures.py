@@ -9,7 +9,7 @@ import alone
 import pytest
 import torch
 
-from shardplan.layouts import Cut, DTensorStorage, Grids
+from shardplan.layouts import Cut, DTensorStorage, Grids, LayoutError
 from shardplan.planner import CheckpointError, LayoutAwareLoadPlanner, LayoutAwareSavePlanner
 from shardplan.planner.storage import SafetensorsReader, SafetensorsWriter
 
@@ -82,6 +82,16 @@ def test_one_failing_rank_ends_the_save_on_all(tmp_path, failing):
     assert [] == [p.name for p in tmp_path.glob(".*.tmp")]
     assert save(tmp_path, 3, 4, overwrite=True) == [None] * 4
     assert loaded(tmp_path) == 3
+
+
+def test_rank_that_cannot_plan_ends_the_save_on_all(tmp_path):
+    states = [state(1, 2), state(1, 2)]
+    states[1]["model"]["w"] = torch.zeros(3, 3)  # not what its layout stores
+    began = time.monotonic()
+    errors = save(tmp_path, 1, states=states)
+    assert time.monotonic() - began < 15
+    assert isinstance(errors[1], LayoutError)
+    assert "rank 1 failed with LayoutError: w: the tensor has 9 elements" in str(errors[0])
 
 
 def test_rank_that_never_comes_is_named(tmp_path):
