@@ -5,7 +5,7 @@
 | `writer`, `rankfile`, `stream` | `SafetensorsWriter`: a rank's chunks, streamed into its file |
 | `session`, `commit`, `join`, `claims` | how ranks end a save together, and what makes it complete |
 | `part`, `plain`, `header`, `dtypes`, `sums` | the format: manifest, Python values, data file |
-| `reader`, `owners`, `datafile`, `segments`, `fetch`, `checks` | `SafetensorsReader` |
+| `reader`, `owners`, `datafile`, `segments`, `fetch`, `checks`, `shared` | `SafetensorsReader` |
 | `stock` | `finalize`, for tools that read stock DCP |
 | `stager` | `PinnedStager`, for asynchronous saves |
 | `files`, `buffers` | where files lie, and host memory of bounded size |

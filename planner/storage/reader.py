@@ -6,7 +6,7 @@
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from .join import read_stages
 from .owners import Owners
 from .plain import from_plain
 from .segments import Part, Stats, Verify, Want, segments_of
+from .shared import SharedRead
 
 
 class SafetensorsReader(StorageReader):
@@ -48,6 +49,8 @@ class SafetensorsReader(StorageReader):
             least 256 KiB); `"all"` reads the rest of every block; False compares nothing.
         threads: How many reads are made at once.
         buffer_bytes: Host memory for what can't be read where it belongs, in bytes.
+        broadcast: A process group whose ranks load the same, such as the replicas of HSDP: each
+            reads a share and broadcasts it. All of them must call `dcp.load`.
 
     Attributes:
         stats: What the last load read.
@@ -60,8 +63,10 @@ class SafetensorsReader(StorageReader):
         verify: Verify = True,
         threads: int = 4,
         buffer_bytes: int = DEFAULT_NBYTES,
+        broadcast: Any = None,
     ) -> None:
         self.path = path
+        self._group = broadcast
         self.stats = Stats()
         self._verify: Verify = verify
         self._threads = threads
@@ -140,10 +145,23 @@ class SafetensorsReader(StorageReader):
         if self._commit is None:
             self.read_metadata()
         with without_gc():
-            self._read(self._by_place(plan.items), planner)
+            if self._group is None:
+                self._read(self._by_place(plan.items), planner)
+            else:
+                self._read_shared(plan.items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_shared(self, items: Sequence[ReadItem], planner: Any) -> None:
+        """Reads a share of what the ranks of a group need, and exchanges it with them."""
+        shared = SharedRead(planner, self._group, items)
+        failure: Exception | None = None
+        try:
+            self._read(self._by_place(shared.own), shared)
+        except Exception as error:
+            failure = error
+        shared.finish(failure)
 
     def _by_place(self, items: Iterable[ReadItem]) -> dict[int, list[ReadItem]]:
         """Returns the items by the place of the rank that wrote them."""

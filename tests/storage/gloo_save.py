@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardplan.layouts import Cut, DTensorStorage, Grids
 from shardplan.planner import (
@@ -87,6 +88,28 @@ def main():
         assert values["step"] == value, (name, values["step"])
         for key, tensor in expected["model"].items():
             assert torch.equal(tensor, values["model"][key]), (name, key)
+    # Replicas read once: each rank a part of what both need, the rest comes by broadcast.
+    whole = {"model": {n: torch.zeros(s) for n, s in SHAPES.items()}, "step": -1}
+    alone_grid = Grids.from_sizes(rank, dp_replicate=world)
+    loader = LayoutAwareLoadPlanner(SHAPES, grid=alone_grid, layouts=[])
+    reader = SafetensorsReader(root / "second", broadcast=dist.group.WORLD, verify=False)
+    dcp.load(whole, storage_reader=reader, planner=loader)
+    assert whole["step"] == 2, whole["step"]
+    for key, shape in SHAPES.items():
+        assert torch.equal(torch.full(shape, 2.0), whole["model"][key]), key
+    read = torch.tensor(reader.stats.read)
+    dist.all_reduce(read)
+    assert read == sum(4 * torch.Size(s).numel() for s in SHAPES.values()), read
+    # Ranks that do not load the same end with an error on both.
+    part = {"model": {"w": torch.zeros(8, 4)}} if rank else {"model": {"b": torch.zeros(8)}}
+    loader = LayoutAwareLoadPlanner(SHAPES, grid=alone_grid, layouts=[])
+    reader = SafetensorsReader(root / "second", broadcast=dist.group.WORLD)
+    try:
+        dcp.load(part, storage_reader=reader, planner=loader)
+    except CheckpointException as error:
+        assert "do not load the same" in str(error), error
+    else:
+        raise AssertionError("loaded")
     dist.barrier()
     dist.destroy_process_group()
     print("right")
