@@ -9,10 +9,10 @@ if __name__ != "shardplan.planner":
 from shardplan.layouts import CheckpointError, Grids, LayoutError
 
 from .load import LayoutAwareLoadPlanner
-from .per_rank import PerRank
 from .policies import LoadPolicies
 from .report import LoadReport
 from .save import LayoutAwareSavePlanner
+from .state.per_rank import PerRank
 from .storage import PinnedStager, SafetensorsReader, SafetensorsWriter
 
 __all__ = [

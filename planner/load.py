@@ -20,26 +20,26 @@ from shardplan.layouts.errors import summary
 from shardplan.layouts.slab import Box
 
 from .compat import local_tensor
-from .conversion import DTypePolicy
-from .delivery import Delivery, Target
-from .entries import Path, key_of, reach
-from .groups import GroupLoad
-from .holdings import sort_values
-from .leftover import unexpected_keys, unfilled
-from .manifest import SHARD
-from .materialize import materialize
-from .optimizer import Named, by_name, group_members, names_of, optimizer_names
-from .per_rank import Seat
+from .loading.delivery import Delivery, Target
+from .loading.groups import GroupLoad
+from .loading.leftover import unexpected_keys, unfilled
+from .loading.reading import Saved
+from .loading.requests import Requests
+from .loading.twins import Twins
+from .planning.holdings import sort_values
+from .planning.manifest import SHARD
+from .planning.optimizer import Named, by_name, group_members, names_of, optimizer_names
+from .planning.table import build_table
+from .planning.tied import shared_memory
 from .policies import LoadPolicies, PaddingPolicy
-from .reading import Saved
 from .report import LoadReport
-from .requests import Requests
-from .snapshot import Snapshot
-from .table import build_table
-from .tied import shared_memory
-from .twins import Twins
-from .values import from_bytes
-from .views import view, write_back
+from .state.conversion import DTypePolicy
+from .state.entries import Path, key_of, reach
+from .state.materialize import materialize
+from .state.per_rank import Seat
+from .state.snapshot import Snapshot
+from .state.values import from_bytes
+from .state.views import view, write_back
 from .without_gc import without_gc
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .conversion import DTypePolicy
+from .state.conversion import DTypePolicy
 
 MissingPolicy = Literal["error", "report"]
 UnexpectedPolicy = Literal["report", "error"]

@@ -16,23 +16,23 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from shardplan.layouts import CheckpointError, Grids, Layout, LayoutProvider
 
-from .agreement import PlanMessage, PlanReply, compare, first_difference
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_aliases
-from .described import part_of
-from .entries import Path, key_of, stock_path
-from .manifest import Extra, Laid, StageManifest, Stored, stage_metadata, unpadded_keys
-from .optimizer import Named, by_name, lists_members, optimizer_names
-from .per_rank import PerRank
-from .reading import UNPADDED
-from .snapshot import Snapshot
-from .storable import check_storable
-from .table import build_table
-from .tied import AliasedMetadata
-from .told import Entry
-from .values import to_bytes
-from .views import copy_of, view
+from .loading.reading import UNPADDED
+from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadata, unpadded_keys
+from .planning.optimizer import Named, by_name, lists_members, optimizer_names
+from .planning.table import build_table
+from .planning.tied import AliasedMetadata
+from .saving.agreement import PlanMessage, PlanReply, compare, first_difference
+from .saving.told import Entry
+from .saving.writing import Source, WritePlan, write_plan
+from .state.described import part_of
+from .state.entries import Path, key_of, stock_path
+from .state.per_rank import PerRank
+from .state.snapshot import Snapshot
+from .state.storable import check_storable
+from .state.values import to_bytes
+from .state.views import copy_of, view
 from .without_gc import without_gc
-from .writing import Source, WritePlan, write_plan
 
 
 class LayoutAwareSavePlanner(SavePlanner):

@@ -16,7 +16,7 @@ from typing import Any
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
-from ..entries import Index, stock_path
+from ..state.entries import Index, stock_path
 from .opened import Checkpoint
 from .own_writing import write_own
 from .stock_writing import OneFileWriter

@@ -26,8 +26,8 @@ from shardplan.layouts import CheckpointError
 from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.slab import Shape
 
-from ..reading import Saved
-from ..values import from_bytes
+from ..loading.reading import Saved
+from ..state.values import from_bytes
 from .arrays import Array, read_box
 from .files import Files
 

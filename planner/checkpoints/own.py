@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.metadata import (
 from shardplan.layouts import CheckpointError, Grid, Layout
 from shardplan.layouts.slab import Shape
 
-from ..entries import Index
-from ..manifest import Extra, StageManifest
+from ..planning.manifest import Extra, StageManifest
 from ..save import Origins, checkpoint_metadata
+from ..state.entries import Index
+from ..state.values import to_bytes
 from ..storage.commit import CHECKPOINT, data_name, read_commit
 from ..storage.datafile import DataFile
 from ..storage.files import files_at
@@ -26,7 +27,6 @@ from ..storage.owners import Owners
 from ..storage.plain import from_plain
 from ..storage.segments import Part, Stats
 from ..storage.sums import BLOCK, block_sum, chunk_sum
-from ..values import to_bytes
 from ..without_gc import without_gc
 from .arrays import Array
 from .files import Files

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardplan.layouts import CheckpointError
 
-from ..entries import Index
+from ..state.entries import Index
 from .arrays import Array
 from .files import Files
 from .opened import Checkpoint, Fault

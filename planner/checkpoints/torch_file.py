@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardplan.layouts import CheckpointError
 
-from ..entries import key_of
-from ..snapshot import Snapshot
+from ..state.entries import key_of
+from ..state.snapshot import Snapshot
 from .arrays import Array
 from .files import Files
 from .opened import Checkpoint, Fault, nbytes

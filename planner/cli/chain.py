@@ -26,7 +26,7 @@ from shardplan.layouts.stages import (
 )
 from shardplan.layouts.storage import Cuts, FlatBuffer, FlatRanges, Whole
 
-from ..ownership import parts
+from ..planning.ownership import parts
 
 
 @dataclass(frozen=True, slots=True)

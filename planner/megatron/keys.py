@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from shardplan.layouts import Fuse, Join, Layout
 from shardplan.layouts.model import WRAPPERS, clean_name
 
-from ..entries import Found, Names, Path
-from ..optimizer import components
+from ..planning.optimizer import components
+from ..planning.table import Chunk
 from ..save import LayoutAwareSavePlanner
-from ..table import Chunk
+from ..state.entries import Found, Names, Path
 
 
 class FsdpDtensorNames(Names):

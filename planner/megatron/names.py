@@ -25,8 +25,8 @@ from shardplan.layouts import Grids, LayoutError, LayoutProvider, carried_pg_col
 from shardplan.layouts import ep_rank_and_size as of_collection
 from shardplan.layouts.model import clean_name
 
-from ..manifest import value_names
-from ..table import build_table
+from ..planning.manifest import value_names
+from ..planning.table import build_table
 from .state import chunks_of, inner_optimizers
 
 _MARKS = ("experts", "local_experts")

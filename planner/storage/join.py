@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
-from ..manifest import StageManifest
+from ..planning.manifest import StageManifest
 from ..save import checkpoint_metadata
 from ..without_gc import without_gc
 from .claims import Groups, join_stages

@@ -18,12 +18,12 @@ from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Shape
 from shardplan.layouts.stages import Stage
 
-from ..manifest import OBJECT, SHARD, Extra, Laid, StageManifest, value_names
-from ..ownership import Turns, parts, take, value_writers, writer_of_value
-from ..told import PER_RANK
+from ..planning.manifest import OBJECT, SHARD, Extra, Laid, StageManifest, value_names
+from ..planning.ownership import Turns, parts, take, value_writers, writer_of_value
+from ..saving.told import PER_RANK
 from .commit import Commit
 
-# Bytes that a Python value counts for in the turns of replicas; see planner/writing.py.
+# Bytes that a Python value counts for in the turns of replicas; see planner/saving/writing.py.
 _OBJECT_NBYTES = 64
 _Box = tuple[str, int | None, Shape]
 _Owner = int | Grid

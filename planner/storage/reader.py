@@ -22,7 +22,7 @@ from torch.futures import Future
 from shardplan.layouts import CheckpointError
 
 from ..save import Origins, checkpoint_metadata
-from ..values import classes_in, to_bytes
+from ..state.values import classes_in, to_bytes
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
 from .commit import CHECKPOINT, Commit, read_commit

@@ -35,7 +35,7 @@ from shardplan.layouts.slab import contiguous_strides
 
 from ..compat import rebuild_tensor, storage_info
 from ..save import Origins, checkpoint_metadata
-from ..values import to_bytes
+from ..state.values import to_bytes
 from ..without_gc import without_gc
 from .commit import CHECKPOINT, Commit, read_commit
 from .datafile import DataFile

@@ -9,10 +9,10 @@ import torch
 
 from shardplan.layouts import ExpertGrid, Grids, VocabularyPadding
 from shardplan.planner import CheckpointError, LayoutAwareLoadPlanner, LayoutAwareSavePlanner
-from shardplan.planner.agreement import first_difference
-from shardplan.planner.conversion import exact_number
-from shardplan.planner.manifest import Extra, StageManifest
-from shardplan.planner.values import same_value, value_digest
+from shardplan.planner.planning.manifest import Extra, StageManifest
+from shardplan.planner.saving.agreement import first_difference
+from shardplan.planner.state.conversion import exact_number
+from shardplan.planner.state.values import same_value, value_digest
 
 Save, Load = LayoutAwareSavePlanner, LayoutAwareLoadPlanner
 

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardplan.layouts import Grid, LayoutError
 from shardplan.planner import LayoutAwareSavePlanner
-from shardplan.planner.meshes import grids_from_tensors
+from shardplan.planner.planning.meshes import grids_from_tensors
 
 
 @pytest.fixture

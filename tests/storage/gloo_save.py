@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from shardplan.layouts import Cut, DTensorStorage, Grids
 from shardplan.planner import (
     LayoutAwareLoadPlanner,
     LayoutAwareSavePlanner,
+    PinnedStager,
     SafetensorsReader,
     SafetensorsWriter,
 )
@@ -80,7 +82,19 @@ def main():
     assert sum(together.values()) > 1, together
     writer = SafetensorsWriter(root / "thread", sync=False, timeout=30.0)
     dcp.async_save(state(5), storage_writer=writer, planner=planner, **alone).result()
-    for name, value in {"first": 1, "second": 2, "changed": 3, "together": 4, "thread": 5}.items():
+    stager = PinnedStager(shared=True)
+    for value, name in ((6, "process"), (7, "process again")):
+        writer = SafetensorsWriter(root / name, sync=False, timeout=30.0)
+        dcp.async_save(
+            state(value),
+            storage_writer=writer,
+            planner=planner,
+            async_stager=stager,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            **alone,
+        ).result()
+    names = ("first", "second", "changed", "together", "thread", "process", "process again")
+    for value, name in enumerate(names, 1):
         values = state(-1, name == "changed")
         loader = LayoutAwareLoadPlanner(SHAPES, grid=grid, layouts=rules)
         dcp.load(values, storage_reader=SafetensorsReader(root / name), planner=loader)

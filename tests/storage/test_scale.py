@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from shardplan.layouts import BufferDescription, Cut, DTensorStorage, FSDPFlatBuffer, Grids
-from shardplan.planner.entries import Place
-from shardplan.planner.manifest import SHARD, Kind, Members, StageManifest
+from shardplan.planner.planning.manifest import SHARD, Kind, Members, StageManifest
+from shardplan.planner.planning.table import build_table
+from shardplan.planner.state.entries import Place
 from shardplan.planner.storage.claims import vouched
 from shardplan.planner.storage.commit import Commit
 from shardplan.planner.storage.part import part_from_json, part_to_json
-from shardplan.planner.table import build_table
 
 PARAMETERS = 20_000
 LAYER = {

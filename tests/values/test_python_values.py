@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shardplan.layouts import CheckpointError
-from shardplan.planner.values import from_bytes, to_bytes, value_digest
+from shardplan.planner.state.values import from_bytes, to_bytes, value_digest
 
 
 class Color(enum.Enum):

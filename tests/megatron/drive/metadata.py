@@ -12,7 +12,7 @@ from megatron.training import checkpointing
 from torch.distributed.tensor import DTensor
 
 from shardplan.layouts import Grid, LayoutError, prove
-from shardplan.planner.table import build_table
+from shardplan.planner.planning.table import build_table
 
 
 def gathered(model, experts) -> dict[str, tuple]:

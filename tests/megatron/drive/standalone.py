@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardplan.planner.megatron import load_checkpoint, save_checkpoint
-from shardplan.planner.table import build_table
+from shardplan.planner.planning.table import build_table
 
 
 class Block(torch.nn.Module):

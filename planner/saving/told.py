@@ -32,9 +32,9 @@ from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Shape
 
-from .described import Description
-from .entries import Path, key_of, stock_path
-from .manifest import Extra, Kind, StageManifest, Stored
+from ..planning.manifest import Extra, Kind, StageManifest, Stored
+from ..state.described import Description
+from ..state.entries import Path, key_of, stock_path
 
 if TYPE_CHECKING:
     from .agreement import PlanMessage

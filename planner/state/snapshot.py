@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .compat import dtensor_spec, local_tensor
+from ..compat import dtensor_spec, local_tensor
 from .described import describe, describes_itself
 from .entries import Index, Path, is_value, key_of
 from .per_rank import PerRank

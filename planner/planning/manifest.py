@@ -32,7 +32,7 @@ from shardplan.layouts.slab import Box, Frame
 from shardplan.layouts.stages import Stage, Unpad
 from shardplan.layouts.storage import Whole
 
-from .entries import Path, Place, key_of
+from ..state.entries import Path, Place, key_of
 from .ownership import parts, take
 from .table import Chunk
 

@@ -30,13 +30,13 @@ from shardplan.layouts.fsdp import DTensorStorage, dtensor_cuts
 from shardplan.layouts.model import ModelLayouts
 from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
 
-from .compat import local_tensor
-from .described import describes_itself
-from .entries import Found, Path, Place, key_of
+from ..compat import local_tensor
+from ..state.described import describes_itself
+from ..state.entries import Found, Path, Place, key_of
+from ..state.per_rank import PerRank
+from ..state.storable import check_storable
 from .manifest import OBJECT, SHARD, VALUE, Kind
 from .meshes import MeshGroups
-from .per_rank import PerRank
-from .storable import check_storable
 from .table import Chunk, LayoutTable
 
 

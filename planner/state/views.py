@@ -4,7 +4,7 @@ import torch
 
 from shardplan.layouts.slab import Box, contiguous_strides
 
-from .compat import local_tensor
+from ..compat import local_tensor
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:

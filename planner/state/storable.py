@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardplan.layouts import LayoutError
 
-from .compat import local_tensor
+from ..compat import local_tensor
 from .entries import Path, key_of
 
 # Tensors that are nothing but their elements.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from shardplan.layouts import Grid, Grids, LayoutError, expert_name
 from shardplan.layouts.grid import mesh_axes
 
-from .compat import root_mesh
+from ..compat import root_mesh
 
 
 class _Axis(NamedTuple):

@@ -32,11 +32,11 @@ from shardplan.layouts.layout import digest
 from shardplan.layouts.megatron_fsdp import carried_dist_index, dist_index_grids
 from shardplan.layouts.serial import stage_to_json
 
-from .compat import is_flattened
-from .described import described_parameters
-from .entries import Names
+from ..compat import is_flattened
+from ..state.described import described_parameters
+from ..state.entries import Names
+from ..without_gc import without_gc
 from .meshes import grids_from_tensors
-from .without_gc import without_gc
 
 
 @dataclass(frozen=True, slots=True)

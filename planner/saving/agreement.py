@@ -19,8 +19,8 @@ from shardplan.layouts import CheckpointError, Grids, Layout
 from shardplan.layouts.errors import summary
 from shardplan.layouts.slab import Shape
 
-from .manifest import SHARD, Kind, Members, StageManifest
-from .ownership import writer_of_value
+from ..planning.manifest import SHARD, Kind, Members, StageManifest
+from ..planning.ownership import writer_of_value
 from .told import Settled, Told, settle
 
 

@@ -23,19 +23,19 @@ from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Box, Frame, contiguous_strides
 from shardplan.layouts.variants import variants
 
-from .compat import local_tensor
-from .conversion import conversion_fault
+from ..compat import local_tensor
+from ..planning.holdings import Holding
+from ..planning.optimizer import Forms
+from ..policies import LoadPolicies
+from ..report import LoadReport
+from ..state.conversion import conversion_fault
+from ..state.described import describe, part_of
+from ..state.entries import Path, Place
+from ..state.per_rank import PerRank, Seat, choose, indices_saved
+from ..state.storable import overlaps
 from .delivery import Delivery, Target
-from .described import describe, part_of
-from .entries import Path, Place
 from .groups import EqualValues, GroupLoad
-from .holdings import Holding
-from .optimizer import Forms
-from .per_rank import PerRank, Seat, choose, indices_saved
-from .policies import LoadPolicies
 from .reading import Saved
-from .report import LoadReport
-from .storable import overlaps
 
 
 class Form(NamedTuple):

@@ -33,7 +33,7 @@ import torch
 
 from shardplan.layouts import CheckpointError
 
-from .compat import local_tensor
+from ..compat import local_tensor
 
 # Classes that unpickle to plain data and run nothing else.
 _SAFE: tuple[Any, ...] = (

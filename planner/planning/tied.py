@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from .compat import ShardedTensor, local_tensor
-from .storable import PLAIN
+from ..compat import ShardedTensor, local_tensor
+from ..state.storable import PLAIN
 
 
 def shared_memory(values: Sequence[Any]) -> dict[int, int]:

@@ -14,12 +14,12 @@ import torch
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.slab import Box
 
-from .compat import local_tensor
-from .conversion import exact_number
-from .entries import Path, put, reach
+from ..compat import local_tensor
+from ..report import LoadReport
+from ..state.conversion import exact_number
+from ..state.entries import Path, put, reach
+from ..state.per_rank import PerRank
 from .groups import EqualValues, GroupLoad
-from .per_rank import PerRank
-from .report import LoadReport
 
 
 @dataclasses.dataclass(slots=True)

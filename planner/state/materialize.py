@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .compat import local_tensor
+from ..compat import local_tensor
 from .entries import Path, put
 
 

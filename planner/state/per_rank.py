@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from shardplan.layouts import Grid, Grids, LayoutError
 
+from ..policies import LoadPolicies
 from .entries import Path
-from .policies import LoadPolicies
 
 
 class PerRank:

@@ -13,12 +13,12 @@ from typing import Any
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
-from .conversion import exact_number
-from .entries import Path, key_of, put, reach
-from .optimizer import Forms
+from ..planning.optimizer import Forms
+from ..state.conversion import exact_number
+from ..state.entries import Path, key_of, put, reach
+from ..state.snapshot import Snapshot
+from ..state.values import same_value
 from .reading import Saved
-from .snapshot import Snapshot
-from .values import same_value
 
 _MEMBERS = ("params", "param_names")
 

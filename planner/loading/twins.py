@@ -13,9 +13,9 @@ import torch
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
-from .compat import local_tensor
+from ..compat import local_tensor
+from ..report import LoadReport
 from .reading import Saved
-from .report import LoadReport
 
 Ask = Callable[[Any], None]
 

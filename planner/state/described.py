@@ -31,7 +31,7 @@ from torch.nn import Module, Parameter
 from shardplan.layouts import LayoutError, clean_name
 from shardplan.layouts.slab import Shape
 
-from .compat import ShardedTensor, local_tensor
+from ..compat import ShardedTensor, local_tensor
 
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _HOOKS = ("__create_write_items__", "__create_chunk_list__")

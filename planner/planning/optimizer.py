@@ -22,7 +22,7 @@ from shardplan.layouts import CheckpointError, Concat, Grid, Interleave, Layout
 from shardplan.layouts.model import clean_name
 from shardplan.layouts.variants import variants
 
-from .entries import Path, key_of
+from ..state.entries import Path, key_of
 from .manifest import value_names
 from .table import Chunk, LayoutTable, modules_of
 

@@ -15,11 +15,11 @@ from shardplan.layouts.stages import Stage
 from shardplan.layouts.storage import Whole
 from shardplan.layouts.variants import variants
 
-from .entries import Place
-from .holdings import Holding
-from .manifest import SHARD, all_value_names
-from .optimizer import components
-from .table import Chunk
+from ..planning.holdings import Holding
+from ..planning.manifest import SHARD, all_value_names
+from ..planning.optimizer import components
+from ..planning.table import Chunk
+from ..state.entries import Place
 
 _Names = tuple[tuple[str, int | None], ...]
 

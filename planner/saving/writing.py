@@ -26,16 +26,16 @@ from shardplan.layouts.layout import digest, evaluate
 from shardplan.layouts.slab import Box, Shape, contiguous_strides
 from shardplan.layouts.stages import Stage
 
-from .described import Description, describe
-from .entries import Path, key_of
-from .holdings import Holding, Holdings, sort_values
-from .manifest import OBJECT, SHARD, Extra, Kind, Members, StageManifest, value_names
-from .ownership import deal, parts, take, writer_of_value
-from .per_rank import Seat
-from .table import Chunk, LayoutTable
-from .tied import same_memory, shared_memory
+from ..planning.holdings import Holding, Holdings, sort_values
+from ..planning.manifest import OBJECT, SHARD, Extra, Kind, Members, StageManifest, value_names
+from ..planning.ownership import deal, parts, take, writer_of_value
+from ..planning.table import Chunk, LayoutTable
+from ..planning.tied import same_memory, shared_memory
+from ..state.described import Description, describe
+from ..state.entries import Path, key_of
+from ..state.per_rank import Seat
+from ..state.values import value_digest
 from .told import PER_RANK, Tie, Told, pack
-from .values import value_digest
 
 
 class Source(NamedTuple):
