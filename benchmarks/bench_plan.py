@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measure import Results, cpu_seconds
-from memory import PeakMemory
+from peak_memory import PeakMemory
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.metadata import TensorProperties as Properties
@@ -36,8 +36,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardplan.layouts import BufferDescription, Cut, DTensorStorage, FSDPFlatBuffer, Grids
 from shardplan.planner import LayoutAwareSavePlanner
-from shardplan.planner.agreement import compare
 from shardplan.planner.save import checkpoint_metadata
+from shardplan.planner.saving.agreement import compare
 
 RANKS = 8
 SHAPES = ((16, 16), (32, 4), (64,), (24, 4, 5))

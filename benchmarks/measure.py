@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from memory import PeakMemory
+from peak_memory import PeakMemory
 from rich.console import Console
 from rich.table import Table
 
@@ -240,7 +240,12 @@ class Results:
 
 def _command() -> str:
     """Returns the command line of this run, without folders of this machine."""
-    words = [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    given = sys.argv[1:]
+    for option in ("--out", "--dir"):
+        if option in given:
+            at = given.index(option)
+            given = given[:at] + given[at + 2 :]
+    words = [f"benchmarks/{Path(sys.argv[0]).name}", *given]
     processes = os.environ.get("LOCAL_WORLD_SIZE")
     if processes is None:
         return shlex.join(["python", *words])
