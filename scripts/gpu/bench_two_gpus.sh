@@ -79,12 +79,12 @@ for name in ${STEPS:-facts memory async sync all small reshard}; do
         step memory 60 "$PYTHON" benchmarks/touch_memory.py "${tiny:+0.1}${tiny:-96}" 8
         ;;
     async)
-        ranks async 150 "$processes" "${save_load[@]}" --gib "$gib" --no-sync --load \
-            --async-saves 2 --step 0.2
+        ranks async 200 "$processes" "${save_load[@]}" --gib "$gib" --no-sync --load \
+            --async-saves 2 --async-ways own-stager stock stock-pinned --step 0.2
         ;;
     sync)
-        ranks sync 150 "$processes" "${save_load[@]}" --gib "$gib" --load tp2 --rounds 2 \
-            --budget 120 --ways own stock "stock-t$threads" ours torch.save
+        ranks sync 190 "$processes" "${save_load[@]}" --gib "$gib" --load tp2 --rounds 2 \
+            --budget 110 --ways own stock "stock-t$threads" ours torch.save
         ;;
     all)
         if [[ $tiny ]]; then small=0.01; else small=2; fi
