@@ -5,6 +5,7 @@ import json
 import pickle
 import resource
 import shutil
+import sys
 import tracemalloc
 
 import alone
@@ -312,6 +313,12 @@ def test_place_that_takes_no_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     errors = small.save(tmp_path / "file" / "checkpoint", 1)
     assert all(isinstance(error, OSError) and "checkpoint" in str(error) for error in errors)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_read_only_folder_is_an_error():
+    errors = small.save("/proc/self/checkpoint", 1)  # read-only for root too
+    assert all(isinstance(e, OSError) and "/proc/self/checkpoint" in str(e) for e in errors)
 
 
 def test_reader_of_nothing_says_so(tmp_path):
