@@ -69,39 +69,42 @@ ranks() { # ranks NAME SECONDS PROCESSES SCRIPT ARGUMENT...
 
 save_load=(benchmarks/bench_save_load.py --device "$device" --threads "$threads")
 
-for name in ${STEPS:-facts memory async sync all small reshard}; do
-    case $name in
-    facts)
-        step facts 20 bash -c "nvidia-smi; df -h '$work'; stat -f '$work'; free -g; nproc; uname -a
-            $PYTHON -c 'import torch, shardplan.planner; print(torch.__version__)'"
-        ;;
-    memory) # this machine's memory may grow only as it is used
-        step memory 60 "$PYTHON" benchmarks/touch_memory.py "${tiny:+0.1}${tiny:-96}" 8
-        ;;
-    async)
-        ranks async 200 "$processes" "${save_load[@]}" --gib "$gib" --no-sync --load \
-            --async-saves 2 --async-ways own-stager stock stock-pinned --step 0.2
-        ;;
-    sync)
-        ranks sync 190 "$processes" "${save_load[@]}" --gib "$gib" --load tp2 --rounds 2 \
-            --budget 110 --ways own stock "stock-t$threads" ours torch.save
-        ;;
-    all)
-        if [[ $tiny ]]; then small=0.01; else small=2; fi
-        ranks all 90 "$processes" "${save_load[@]}" --gib "$small" --load tp2 shard1 --rounds 3 \
-            --budget 65
-        ;;
-    small)
-        if [[ $tiny ]]; then count=50; else count=5000; fi
-        ranks small 60 "$processes" "${save_load[@]}" --gib 0.01 --small "$count" --load \
-            --rounds 2 --budget 35
-        ;;
-    reshard)
-        if [[ $tiny ]]; then hidden=24 count=2; else hidden=768 count=8; fi
-        OMP_NUM_THREADS=1 ranks reshard 60 "$count" benchmarks/bench_reshard.py \
-            --hidden "$hidden" --rounds 2
-        ;;
-    *) say "no such step: $name" ;;
-    esac
-done
-say "=== all steps are over after $((SECONDS - begin)) s; $(cat "$out"/results.jsonl 2>/dev/null | wc -l) result lines"
+{ # read whole before it runs, so that a change of this file meanwhile does no harm
+    for name in ${STEPS:-facts memory async sync all small reshard}; do
+        case $name in
+        facts)
+            step facts 20 bash -c "nvidia-smi; df -h '$work'; stat -f '$work'; free -g; nproc; uname -a
+                $PYTHON -c 'import torch, shardplan.planner; print(torch.__version__)'"
+            ;;
+        memory) # this machine's memory may grow only as it is used
+            step memory 60 "$PYTHON" benchmarks/touch_memory.py "${tiny:+0.1}${tiny:-96}" 8
+            ;;
+        async)
+            ranks async 200 "$processes" "${save_load[@]}" --gib "$gib" --no-sync --load \
+                --async-saves 2 --async-ways own-stager stock stock-pinned --step 0.2
+            ;;
+        sync)
+            ranks sync 190 "$processes" "${save_load[@]}" --gib "$gib" --load tp2 --rounds 2 \
+                --budget 110 --ways own stock "stock-t$threads" ours torch.save
+            ;;
+        all)
+            if [[ $tiny ]]; then small=0.01; else small=2; fi
+            ranks all 90 "$processes" "${save_load[@]}" --gib "$small" --load tp2 shard1 --rounds 3 \
+                --budget 65
+            ;;
+        small)
+            if [[ $tiny ]]; then count=50; else count=5000; fi
+            ranks small 60 "$processes" "${save_load[@]}" --gib 0.01 --small "$count" --load \
+                --rounds 2 --budget 35
+            ;;
+        reshard)
+            if [[ $tiny ]]; then hidden=24 count=2; else hidden=768 count=8; fi
+            OMP_NUM_THREADS=1 ranks reshard 60 "$count" benchmarks/bench_reshard.py \
+                --hidden "$hidden" --rounds 2
+            ;;
+        *) say "no such step: $name" ;;
+        esac
+    done
+    say "=== all steps are over after $((SECONDS - begin)) s; $(cat "$out"/results.jsonl 2>/dev/null | wc -l) result lines"
+    exit 0
+}
