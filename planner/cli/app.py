@@ -19,6 +19,7 @@ _VERBS = (
     ("verify", looking.verify, "shardplan verify run7/step-1000 && echo sound"),
     ("diff", looking.diff, "shardplan diff step-1000 step-1000-resharded --values"),
     ("convert", moving.convert_, "shardplan convert run7/step-1000 model.pt --to torch"),
+    ("finalize", moving.finalize_, "shardplan finalize run7/step-1000"),
     ("export", moving.export_, "shardplan export step-1000 hf-model --to hf --config base-model"),
     ("import", moving.import_, "shardplan import Qwen3-Next-80B step-0 --from hf"),
     ("simulate", planning.simulate, "shardplan simulate Qwen3-Next-80B-A3B --to 64-ranks"),

@@ -1,4 +1,4 @@
-"""The verbs `convert`, `export` and `import`: a checkpoint in another form."""
+"""The verbs `convert`, `finalize`, `export` and `import`: a checkpoint in another form."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +10,7 @@ from ..checkpoints.opened import nbytes
 from ..huggingface.transfer import export_checkpoint, import_checkpoint, plan_export, plan_import
 from ..recipes.files import load_recipe
 from ..recipes.numbers import Numbers, read_config
+from ..storage import finalize
 from .options import Checkpoint_, Json, Trust, check_free, opened
 from .output import console, number, progress, say_json, size, stop, verb
 
@@ -60,6 +61,26 @@ def convert_(
             f"{out}: {number(facts['tensors'])} tensors, {number(facts['objects'])} other values, "
             f"{size(total)} as {kind}"
         )
+
+
+@verb
+def finalize_(
+    ckpt: Annotated[
+        str, typer.Argument(metavar="CKPT", help="A checkpoint in our own format: folder or URL.")
+    ],
+    json_: Json = False,
+) -> None:
+    """Write stock DCP's `.metadata` beside a checkpoint in our own format.
+
+    Stock tools then list it. They can also load it if it was saved with
+    `SafetensorsWriter(stock=True)`; otherwise a stock load names our reader.
+    """
+    readable = finalize(ckpt)
+    if json_:
+        say_json({"path": ckpt, "stock_load": readable})
+        return
+    can = "list and load" if readable else "list, but not load (save with stock=True for that),"
+    console().print(f"{ckpt}: .metadata is written; stock DCP can {can} this checkpoint")
 
 
 Config = Annotated[

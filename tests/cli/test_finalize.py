@@ -1,0 +1,33 @@
+"""finalize: stock DCP's metadata for a checkpoint in our own format."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cli.command import shardplan
+
+from shardplan.planner import LayoutAwareSavePlanner, SafetensorsWriter
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_stock_opens_what_was_saved_for_it(tmp_path, stock):
+    path = tmp_path / "checkpoint"
+    state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "step": 4}
+    writer = SafetensorsWriter(path, stock=stock)
+    planner = LayoutAwareSavePlanner({"w": (2, 3)})
+    dcp.save(state, storage_writer=writer, planner=planner, use_collectives=False)
+    answer = shardplan("finalize", path, "--json")
+    assert (0, {"path": str(path), "stock_load": stock}) == (answer.status, answer.json)
+    found = {"model": {"w": torch.zeros(2, 3)}, "step": 0}
+    if stock:
+        dcp.load(found, checkpoint_id=path)
+        assert torch.equal(state["model"]["w"], found["model"]["w"])
+        assert 4 == found["step"]
+    else:
+        with pytest.raises(dcp.CheckpointException, match="SafetensorsReader"):
+            dcp.load(found, checkpoint_id=path)
+
+
+def test_a_folder_without_a_checkpoint_is_no_answer(tmp_path):
+    answer = shardplan("finalize", tmp_path)
+    assert 2 == answer.status
+    assert "no complete checkpoint" in answer.err
