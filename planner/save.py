@@ -22,8 +22,9 @@ from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadat
 from .planning.optimizer import Named, by_name, lists_members, optimizer_names
 from .planning.table import build_table
 from .planning.tied import AliasedMetadata
-from .saving.agreement import PlanMessage, PlanReply, compare, first_difference
-from .saving.told import Entry
+from .saving.agreement import compare, first_difference
+from .saving.messages import PlanMessage, PlanReply
+from .saving.settling import Entry
 from .saving.writing import Source, WritePlan, write_plan
 from .state.described import part_of
 from .state.entries import Path, key_of, stock_path

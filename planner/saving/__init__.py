@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `writing` | a rank's write items |
-| `agreement` | the messages of the plan step, and how they compare |
-| `told` | what no layout says: extras, described boxes, ties |
+| `agreement` | how all ranks' messages compare |
+| `messages` | what ranks send each other in the plan step |
+| `settling` | what no layout says: Python values, described boxes, ties |
 """

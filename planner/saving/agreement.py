@@ -1,9 +1,7 @@
-"""What ranks tell each other in DCP's plan step: facts of constant size, and how they compare.
+"""How the plan messages of all ranks compare, and what they make together.
 
 | name | is |
 |---|---|
-| `PlanMessage` | what a rank sends: its place, a digest of its stage, one bit per value |
-| `PlanReply` | what the coordinator answers |
 | `compare` | checks all messages and joins them to one manifest per pipeline stage |
 | `first_difference` | names the first parameter or value in which two ranks differ |
 
@@ -17,49 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.layouts import CheckpointError, Grids, Layout
 from shardplan.layouts.errors import summary
-from shardplan.layouts.slab import Shape
 
 from ..planning.manifest import SHARD, Kind, Members, StageManifest
 from ..planning.ownership import writer_of_value
-from .told import Settled, Told, settle
-
-
-@dataclass(frozen=True, slots=True)
-class PlanMessage:
-    """One rank's part of the plan step.
-
-    Attributes:
-        grids: The rank's grids of each chunk of the model.
-        digest: Digest of the layouts and extras; equal on all ranks of a stage.
-        groups: Which values the rank has, one bit each.
-        manifest: The stage's layouts, from the first rank of each stage only.
-        told: What no layout says.
-    """
-
-    grids: tuple[Grids, ...]
-    digest: str
-    groups: dict[Kind, Members]
-    manifest: StageManifest | None = None
-    told: Told = field(default_factory=Told)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReply:
-    """The coordinator's answer to one rank.
-
-    Attributes:
-        skip: Keys that another stage writes, or that another key stands for.
-        write: Keys of Python values that the rank writes although it does not lead its stage.
-        skip_boxes: Key and offsets of boxes that another rank writes.
-        fault: Why nothing may be written, None if all agree.
-        other: Manifest of the rank that this one differs from.
-    """
-
-    skip: frozenset[str] = frozenset()
-    write: frozenset[str] = frozenset()
-    skip_boxes: frozenset[tuple[str, Shape]] = frozenset()
-    fault: str | None = None
-    other: StageManifest | None = None
+from .messages import PlanMessage, PlanReply
+from .settling import Settled, settle
 
 
 @dataclass(slots=True)

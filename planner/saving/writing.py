@@ -35,7 +35,7 @@ from ..state.described import Description, describe
 from ..state.entries import Path, key_of
 from ..state.per_rank import Seat
 from ..state.values import value_digest
-from .told import PER_RANK, Tie, Told, pack
+from .messages import PER_RANK, Tie, Told, pack
 
 
 class Source(NamedTuple):

@@ -20,7 +20,7 @@ from shardplan.layouts.stages import Stage
 
 from ..planning.manifest import OBJECT, SHARD, Extra, Laid, StageManifest, value_names
 from ..planning.ownership import Turns, parts, take, value_writers, writer_of_value
-from ..saving.told import PER_RANK
+from ..saving.messages import PER_RANK
 from .commit import Commit
 
 # Bytes that a Python value counts for in the turns of replicas; see planner/saving/writing.py.

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from shardplan.layouts import CheckpointError
 
 from ..planning.manifest import StageManifest
-from ..saving.agreement import PlanMessage, first_difference
+from ..saving.agreement import first_difference
+from ..saving.messages import PlanMessage
 from .buffers import Buffers
 from .claims import Groups, vouched
 from .commit import data_name, groups_to_json, parse, part_name

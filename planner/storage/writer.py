@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from shardplan.layouts import CheckpointError
 
-from ..saving.agreement import PlanMessage
+from ..saving.messages import PlanMessage
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
 from .files import files_at

@@ -11,12 +11,9 @@ All of it is empty but for the first, which is a few bytes for each value.
 """
 
 import itertools
-import json
 import math
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -32,69 +29,13 @@ from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Shape
 
-from ..planning.manifest import Extra, Kind, StageManifest, Stored
+from ..planning.manifest import StageManifest, Stored
 from ..state.described import Description
-from ..state.entries import Path, key_of, stock_path
-
-if TYPE_CHECKING:
-    from .agreement import PlanMessage
-
-PER_RANK = "per rank"  # stands for the digest of a value that each rank has its own of
+from ..state.entries import Path, key_of
+from .messages import PlanMessage, Tie, unpack
 
 Entry = tuple[str, Path, Stored, str]
 Box = tuple[str, Shape]
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """Two parameters of one chunk that are one tensor, in one section or slot.
-
-    Attributes:
-        kind: The section and slot.
-        alias: Number of the parameter that is not stored, among the chunk's layouts.
-        stored: Number of the one that is.
-    """
-
-    kind: Kind
-    alias: int
-    stored: int
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What one rank tells.
-
-    Attributes:
-        objects: Paths and digests of its Python values, packed; see `pack`.
-        per_rank: Key and digest of each `PerRank` value that other ranks must have equal.
-        described: Path and description of each tensor that describes itself.
-        ties: Its tied parameters.
-        tied_extras: Keys of tied tensors that belong to no parameter: `(alias, stored)`.
-        aliases: Whether its storage writer can give one stored tensor two keys.
-    """
-
-    objects: bytes = b""
-    per_rank: tuple[tuple[str, str], ...] = ()
-    described: tuple[tuple[Path, Description], ...] = ()
-    ties: tuple[Tie, ...] = ()
-    tied_extras: tuple[tuple[str, str], ...] = ()
-    aliases: bool = False
-
-
-def pack(extras: Iterable[Extra]) -> bytes:
-    """Returns paths and digests of Python values in few bytes.
-
-    >>> unpack(pack([Extra(("train", "step"), "0f")]))
-    [(('train', 'step'), '0f')]
-    """
-    rows = [[*stock_path(extra.path), extra.digest] for extra in extras]
-    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode()) if rows else b""
-
-
-def unpack(packed: bytes) -> list[tuple[Path, str]]:
-    """Returns what `pack` packed."""
-    rows = json.loads(zlib.decompress(packed)) if packed else []
-    return [(tuple(row[:-1]), row[-1]) for row in rows]
 
 
 @dataclass(slots=True)
@@ -117,7 +58,7 @@ class Settled:
 
 
 def settle(
-    messages: Sequence["PlanMessage"],
+    messages: Sequence[PlanMessage],
     leaders: Mapping[int, int],
     stages: Sequence[StageManifest],
 ) -> Settled:
@@ -151,7 +92,7 @@ def _differ(key: str, first: int, second: int) -> CheckpointError:
 
 def _extras(
     settled: Settled,
-    messages: Sequence["PlanMessage"],
+    messages: Sequence[PlanMessage],
     leaders: Mapping[int, int],
     stages: Sequence[StageManifest],
 ) -> None:
@@ -179,7 +120,7 @@ def _extras(
                 settled.entries.append((key, path, BytesStorageMetadata(), key))
 
 
-def _replicas(messages: Sequence["PlanMessage"]) -> None:
+def _replicas(messages: Sequence[PlanMessage]) -> None:
     """Checks that ranks at one place along a `PerRank` value's axes have one value."""
     known: dict[str, tuple[str, int]] = {}
     for rank, message in enumerate(messages):
@@ -193,7 +134,7 @@ def _replicas(messages: Sequence["PlanMessage"]) -> None:
                 )
 
 
-def _boxes(settled: Settled, messages: Sequence["PlanMessage"]) -> None:
+def _boxes(settled: Settled, messages: Sequence[PlanMessage]) -> None:
     """Joins the boxes of tensors that describe themselves; equal ones are dealt to their ranks."""
     tensors: dict[str, tuple[Path, Description, int]] = {}
     holders: dict[str, dict[tuple[Shape, Shape], list[int]]] = {}
@@ -258,7 +199,7 @@ def _clash(parts: Mapping[tuple[Shape, Shape], Sequence[int]]) -> str:
 
 def _ties(
     settled: Settled,
-    messages: Sequence["PlanMessage"],
+    messages: Sequence[PlanMessage],
     leaders: Mapping[int, int],
     stages: Sequence[StageManifest],
 ) -> None:
@@ -277,14 +218,14 @@ def _ties(
             settled.skip[rank] |= aliases.keys()
 
 
-def _holds(tie: Tie, manifest: StageManifest, message: "PlanMessage") -> bool:
+def _holds(tie: Tie, manifest: StageManifest, message: PlanMessage) -> bool:
     """Whether a rank stores anything of a tied parameter, so that it can tell whether it is."""
     layout = manifest.layouts(tie.kind)[tie.alias]
     grid = message.grids[tie.kind.chunk].of(layout.family)
     return bool(layout.storage.numel(grid))
 
 
-def _keys(tie: Tie, manifest: StageManifest, message: "PlanMessage") -> dict[str, str]:
+def _keys(tie: Tie, manifest: StageManifest, message: PlanMessage) -> dict[str, str]:
     """Returns the keys of the parts of a tied parameter, each with that of its stored twin."""
     layouts = manifest.layouts(tie.kind)
     alias, stored = layouts[tie.alias], layouts[tie.stored]
