@@ -10,6 +10,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from . import megatron_fsdp
 from .errors import LayoutError
@@ -206,28 +208,43 @@ def dtensor_cuts(param: ParamInfo) -> Cuts:
             is neither a shard nor a replica.
     """
     mesh, placements = param.param.device_mesh, param.param.placements
+    try:
+        return _cuts_of(
+            param.local_shape, mesh_axes(mesh), tuple(mesh.shape), tuple(placements), param.grid
+        )
+    except _NoCuts as error:
+        raise param.fail(*error.args) from None
+
+
+class _NoCuts(Exception):
+    """Placements that make no cuts: the rule, and what to do."""
+
+
+@lru_cache(maxsize=4096)
+def _cuts_of(
+    shape: Shape, names: tuple[str, ...], sizes: Shape, placements: tuple[Any, ...], grid: Grid
+) -> Cuts:
+    """Returns the cuts of placements; a model has few kinds of them and many parameters."""
     cuts: list[Cut] = []
-    for name, size, placement in zip(mesh_axes(mesh), mesh.shape, placements, strict=True):
+    for name, size, placement in zip(names, sizes, placements, strict=True):
         if placement.is_replicate():
             continue
-        axis = param.grid.resolve(name)
-        if axis is None or param.grid.size(axis) != size:
-            known = ", ".join(
-                f"{a} {n}" for a, n in zip(param.grid.axes, param.grid.sizes, strict=True)
-            )
-            raise param.fail(
+        axis = grid.resolve(name)
+        if axis is None or grid.size(axis) != size:
+            known = ", ".join(f"{a} {n}" for a, n in zip(grid.axes, grid.sizes, strict=True))
+            raise _NoCuts(
                 f"its mesh axis {name!r} of size {size} is not one of the grid's axes ({known})",
                 "Pass the grid that the mesh was made from (grid=Grids.from_mesh(mesh)), or name "
                 "the mesh's axes as the grid's.",
             )
         dim = getattr(placement, "dim", None)
         if dim is None:
-            raise param.fail(
+            raise _NoCuts(
                 f"its placement along {name!r} is {placement}, neither a shard nor a replica",
                 "Reduce partial sums before saving.",
             )
         cuts.append(Cut(int(dim), axis, int(getattr(placement, "split_factor", 1))))
-    return Cuts(param.local_shape, tuple(_as_made(cuts, param.grid)))
+    return Cuts(shape, tuple(_as_made(cuts, grid)))
 
 
 def _as_made(cuts: Sequence[Cut], grid: Grid) -> list[Cut]:

@@ -93,22 +93,23 @@ class Snapshot:
         if len(self._tensors) != len(values):
             tensors = [values[i] for i in self._tensors]
         dtensors = [values[i] for i in self._dtensors]
+        shards = list(map(local_tensor, dtensors))
         return (
             list(map(_shape, tensors)),
             list(map(_dtype, tensors)),
             list(map(dtensor_spec, dtensors)),
-            list(map(_shape, map(local_tensor, dtensors))),
-            self._descriptions(values, tensors, dtensors),
+            list(map(_shape, shards)),
+            self._descriptions(values, tensors, shards),
             [values[i].axes for i in self._per_rank],
         )
 
     def _descriptions(
-        self, values: list[Any], tensors: list[Any], dtensors: list[Any]
+        self, values: list[Any], tensors: list[Any], shards: list[Any]
     ) -> list[tuple[int, Any]]:
         """Returns what tensors that describe themselves say; almost no tensor does."""
         odd: list[int] = []
-        for numbers, owners in (self._tensors, tensors), (self._dtensors, dtensors):
-            own = list(map(_own, map(local_tensor, owners) if owners is dtensors else owners))
+        for numbers, owners in (self._tensors, tensors), (self._dtensors, shards):
+            own = list(map(_own, owners))
             if any(own):
                 odd += [i for i, has in zip(numbers, own, strict=True) if has]
         return [
@@ -131,6 +132,8 @@ def _collect(form: Any, value: Any, values: list[Any]) -> bool:
         items = value.values()
     if children is None:
         values.extend(items)
+        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, items))):
+            return True
         return all(
             not isinstance(v, Mapping | list) or not v or (isinstance(v, list) and is_value(v))
             for v in items
