@@ -39,3 +39,15 @@ def test_every_test_that_is_named_exists():
         found = [path for path in (ROOT / "tests").rglob(file)]
         assert len(found) >= 1, file
     assert test_meshes.__doc__
+
+
+def test_the_readme_shows_the_same_table():
+    text = (ROOT / "README.md").read_text()
+    table = text.split("## What the planners take")[1].split("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
+    shown = {cells[0].strip(): [c.strip() for c in cells[1:]] for cells in lines[1:]}
+    expected = {
+        name: [cell.split(":")[0] if cell.startswith("refused") else "✓" for cell in cells[1:]]
+        for name, cells in rows().items()
+    }
+    assert expected == shown
