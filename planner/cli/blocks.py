@@ -29,7 +29,7 @@ def color(rank: int, world: int) -> tuple[float, float, float]:
 def print_panel(out: Console, panel: Panel) -> None:
     """Prints who holds what as a raster of characters; each stands for the element in its middle.
 
-    A character is the rank in base 62, where there are at most 62 ranks.
+    A character is the rank modulo 62, as one digit.
     """
     heading = f"{panel.title}: {panel.rows} × {panel.columns}"
     out.print(heading, style="bold", markup=False)
@@ -42,7 +42,7 @@ def print_panel(out: Console, panel: Panel) -> None:
             if rank < 0:
                 line.append(" ")
                 continue
-            sign = _SIGNS[rank] if panel.world <= len(_SIGNS) else " "
+            sign = _SIGNS[rank % len(_SIGNS)]
             r, g, b = (round(255 * part) for part in color(rank, panel.world))
             style = Style(color="black", bgcolor=f"rgb({r},{g},{b})")
             line.append(sign, style)

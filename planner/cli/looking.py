@@ -44,7 +44,8 @@ def inspect_(
         listing.print_summary(out, facts)
         if not rows:
             stop(
-                f"no key matches {filter_!r}; there are {number(facts['tensors'])} tensors",
+                f"no key matches {filter_!r}; there are {number(facts['tensors'])} tensors. Give a "
+                "part of a key, or a pattern with * and ?; without --filter all are listed.",
                 status=NO,
             )
         out.print()
@@ -119,6 +120,10 @@ def diff(
             for key in left.metadata.state_dict_metadata
             if wanted(key) and key in right.metadata.state_dict_metadata
         ]
+    if filter_ and not found and not shared:
+        stop(
+            f"no key of A or B matches {filter_!r}; nothing was compared. See `shardplan inspect`."
+        )
     checking.print_differences(found, len(shared), total, values, limit=limit, as_json=json_)
     if found:
         raise typer.Exit(NO)

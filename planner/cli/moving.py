@@ -91,7 +91,7 @@ Recipe_ = Annotated[
     str | None,
     typer.Option("--recipe", help="Take the model's numbers from a recipe instead (`simulate`)."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
 @verb

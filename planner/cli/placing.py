@@ -167,6 +167,8 @@ def _explain_checkpoint(
     dtype = str(stored.properties.dtype).removeprefix("torch.")
     shape = plain(str(list(stored.size)))
     out.print(f"[bold]{plain(key)}[/] {dtype} {shape} as {panel.who} {rank} wrote it")
+    if laid is None and isinstance(checkpoint, OwnCheckpoint):
+        stop(f"rank {rank} is not in this checkpoint; {len(files)} ranks saved it, from 0")
     if laid is None:
         out.print("  [dim]this format holds no layouts: storage → global[/]")
     else:
@@ -176,7 +178,7 @@ def _explain_checkpoint(
     if not boxes:
         holders = sorted({held.rank for held in panel.held})
         shown = ", ".join(map(str, holders[:16])) + (" …" if len(holders) > 16 else "")
-        out.print(f"  it wrote nothing of it; {panel.who}s {shown} did")
+        out.print(f"  it wrote nothing of it; {panel.who} {shown} did")
         raise typer.Exit(NO)
     for name, start, length, offsets, sizes in boxes[:limit]:
         ranges = ", ".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))

@@ -191,8 +191,12 @@ class Requests:
             for d, (a, b) in enumerate(zip(size, shape, strict=True))
         )
         if not same:
-            hint = "Is it another model"
-            hint += ", or a padded vocabulary? Then pass VocabularyPadding({name: true size})."
+            hint = "Is it another model?"
+            if size[1:] == shape[1:]:
+                hint += (
+                    " For a padded vocabulary pass layouts=(*DEFAULT_LAYOUTS, "
+                    "VocabularyPadding({name: true size})), in place of the default one."
+                )
             if padding:
                 hint = "The true sizes of the vocabulary differ."
             self.faults.append(
@@ -377,7 +381,7 @@ class Requests:
                 f"sections that were saved? The checkpoint has {self._sample()}."
             )
         if missing and self._policies.missing == "error":
-            self.faults += (f"{key}: not in the checkpoint ({facts})" for key in missing)
+            self.faults += (f"{key}: not in the checkpoint ({facts})." for key in missing)
         if self.faults:
             hint = (
                 " Pass strict=False to load what there is."

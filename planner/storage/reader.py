@@ -111,7 +111,8 @@ class SafetensorsReader(StorageReader):
         if commit is None:
             raise CheckpointError(
                 f"{files.root}: no complete checkpoint: there is no {CHECKPOINT}. A save that did "
-                "not end well leaves none; checkpoints of other writers need their own readers."
+                "not end well leaves none; a stock DCP checkpoint (with a .metadata) is loaded "
+                "with checkpoint_id= and without storage_reader=."
             )
         with without_gc():
             stages, self._digests = read_stages(files, commit)
