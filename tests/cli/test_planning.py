@@ -167,7 +167,7 @@ def test_explain_a_stock_checkpoint(tmp_path):
     )
     answer = shardplan("explain", tmp_path / "a", "-p", "model.w", "-r", "3")
     assert 1 == answer.status
-    assert "it wrote nothing of it; ranks 0 did" in answer.out
+    assert "it wrote nothing of it; rank 0 did" in answer.out
     answer = shardplan("explain", tmp_path / "a", "-p", "model.x")
     assert "Did you mean model.w?" in answer.err
 

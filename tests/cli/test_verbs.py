@@ -172,6 +172,13 @@ def test_diff_of_equals(stock, tmp_path):
     assert 0 == answer.status
 
 
+def test_diff_of_keys_that_nobody_has_is_no_answer(tmp_path):
+    dcp.save(state(), checkpoint_id=tmp_path / "a")
+    answer = shardplan("diff", tmp_path / "a", tmp_path / "a", "--filter", "nosuch", "--values")
+    assert 2 == answer.status
+    assert "no key of A or B matches 'nosuch'; nothing was compared" in answer.err
+
+
 def test_diff_names_every_kind_of_difference(tmp_path):
     one, two = state(), state()
     two["model"]["layers.0.w"][3, 2] += 0.5
