@@ -115,8 +115,8 @@ def asynchronous(rows: list[Row], device: str) -> Any:
     axes.axvline(copy, color=COLORS["limit"], linewidth=1)
     axes.set(xlabel="seconds; the line is the plain copy of the same bytes")
     axes.margins(x=0.15)
-    axes.set_title(
-        f"Training held up by an asynchronous save: {largest / 2**30:.3g} GiB a rank, "
+    figure.suptitle(
+        f"Training held up by an asynchronous save: {largest / 2**30:.3g} GiB a rank,\n"
         f"{found[0]['ranks']} ranks, {_machine(found[0])}",
         fontsize=9,
     )
