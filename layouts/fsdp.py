@@ -208,10 +208,9 @@ def dtensor_cuts(param: ParamInfo) -> Cuts:
             is neither a shard nor a replica.
     """
     mesh, placements = param.param.device_mesh, param.param.placements
+    marks = tuple(None if p.is_replicate() else _mark(p) for p in placements)
     try:
-        return _cuts_of(
-            param.local_shape, mesh_axes(mesh), tuple(mesh.shape), tuple(placements), param.grid
-        )
+        return _cuts_of(param.local_shape, mesh_axes(mesh), tuple(mesh.shape), marks, param.grid)
     except _NoCuts as error:
         raise param.fail(*error.args) from None
 
@@ -220,14 +219,26 @@ class _NoCuts(Exception):
     """Placements that make no cuts: the rule, and what to do."""
 
 
+def _mark(placement: Any) -> tuple[int, int] | str:
+    """Returns dim and split factor of a shard, the text of any other placement."""
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        return str(placement)
+    return int(dim), int(getattr(placement, "split_factor", 1))
+
+
 @lru_cache(maxsize=4096)
 def _cuts_of(
-    shape: Shape, names: tuple[str, ...], sizes: Shape, placements: tuple[Any, ...], grid: Grid
+    shape: Shape,
+    names: tuple[str, ...],
+    sizes: Shape,
+    marks: tuple[tuple[int, int] | str | None, ...],
+    grid: Grid,
 ) -> Cuts:
     """Returns the cuts of placements; a model has few kinds of them and many parameters."""
     cuts: list[Cut] = []
-    for name, size, placement in zip(names, sizes, placements, strict=True):
-        if placement.is_replicate():
+    for name, size, mark in zip(names, sizes, marks, strict=True):
+        if mark is None:
             continue
         axis = grid.resolve(name)
         if axis is None or grid.size(axis) != size:
@@ -237,13 +248,12 @@ def _cuts_of(
                 "Pass the grid that the mesh was made from (grid=Grids.from_mesh(mesh)), or name "
                 "the mesh's axes as the grid's.",
             )
-        dim = getattr(placement, "dim", None)
-        if dim is None:
+        if isinstance(mark, str):
             raise _NoCuts(
-                f"its placement along {name!r} is {placement}, neither a shard nor a replica",
+                f"its placement along {name!r} is {mark}, neither a shard nor a replica",
                 "Reduce partial sums before saving.",
             )
-        cuts.append(Cut(int(dim), axis, int(getattr(placement, "split_factor", 1))))
+        cuts.append(Cut(mark[0], axis, mark[1]))
     return Cuts(shape, tuple(_as_made(cuts, grid)))
 
 
