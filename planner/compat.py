@@ -10,9 +10,10 @@
 | `calling_save` | what `dcp.save` knows and does not tell its planner: the writer, the mode |
 | `ShardedTensor` | what FSDP1 shards into where it was given no mesh |
 | `stores_aliases` | whether a writer can give one stored tensor two keys |
-| `keeps_one_chunk_per_key`, `names_files_by_rank` | what torch's own writers can hold |
+| `keeps_one_chunk_per_key` | what torch's own writers can hold |
 | `storage_info`, `memory_format_of` | types inside stock `.metadata` |
 | `rebuild_tensor` | the function that a pickled tensor names |
+| `is_traceable_wrapper_subclass` | whether a tensor is made of inner tensors |
 
 Tested on torch 2.11, 2.13.0 and 2.14.1.
 """
@@ -32,6 +33,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 
 __all__ = ["ShardedTensor"]
 
@@ -120,14 +124,6 @@ def stores_aliases(writer: Any) -> bool:
     True of torch's file system writers: `storage_data` of their metadata does.
     """
     return isinstance(writer, FileSystemWriter) and not keeps_one_chunk_per_key(writer)
-
-
-def names_files_by_rank(writer: Any, use_collectives: bool) -> bool:
-    """Returns whether a writer gives every rank files of its own.
-
-    Without collectives torch's Hugging Face writer never learns its rank.
-    """
-    return use_collectives or not isinstance(writer, HuggingFaceStorageWriter)
 
 
 def storage_info() -> type:

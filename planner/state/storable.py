@@ -13,11 +13,10 @@ shapes (nested) would come back as something else, so it is refused with what to
 
 import torch
 from torch.nn import Buffer, Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardplan.layouts import LayoutError
 
-from ..compat import local_tensor
+from ..compat import is_traceable_wrapper_subclass, local_tensor
 from .entries import Path, key_of
 
 # Tensors that are nothing but their elements.
