@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from .errors import LayoutError
@@ -110,16 +111,16 @@ class Grid:
 
     def at(self, **indices: int) -> "Grid":
         """Returns the same grid at another coordinate."""
-        coordinate = tuple(
-            indices.get(a, c) for a, c in zip(self.axes, self.coordinate, strict=True)
-        )
-        return Grid(self.axes, self.sizes, coordinate)
+        return _grid(self.axes, self.sizes, tuple(map(indices.get, self.axes, self.coordinate)))
 
     def walk(self, axes: Sequence[str]) -> "Iterator[Grid]":
         """Yields the grid at every coordinate of `axes`, the other axes as they are."""
-        known = [axis for axis in axes if axis in self.axes]
-        for indices in itertools.product(*(range(self.size(axis)) for axis in known)):
-            yield self.at(**dict(zip(known, indices, strict=True)))
+        places = [self.axes.index(axis) for axis in axes if axis in self.axes]
+        coordinate = list(self.coordinate)
+        for indices in itertools.product(*(range(self.sizes[place]) for place in places)):
+            for place, index in zip(places, indices, strict=True):
+                coordinate[place] = index
+            yield _grid(self.axes, self.sizes, tuple(coordinate))
 
     def resolve(self, axis: str) -> str | None:
         """Returns this grid's name for a mesh axis that another project named, if it has one."""
@@ -135,6 +136,12 @@ class Grid:
             if size > 1
         )
         return facts or "one rank"
+
+
+@lru_cache(maxsize=1 << 14)
+def _grid(axes: tuple[str, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> Grid:
+    """Returns a grid, the one made before if there is one: plans visit the same places often."""
+    return Grid(axes, sizes, coordinate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Layouts as plain data: what is stored in a checkpoint, sent in a message, hashed in a digest."""
 
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from .errors import LayoutError
@@ -31,8 +32,7 @@ STAGES: dict[str, type[Any]] = {
 
 def stage_to_json(stage: Any) -> list[Any]:
     """Returns a stage as `[name, {field: value}]`, plain data."""
-    values = {f.name: _plain(getattr(stage, f.name)) for f in fields(stage)}
-    return [type(stage).__name__, values]
+    return [type(stage).__name__, _fields(stage)]
 
 
 def stage_from_json(data: Any) -> Any:
@@ -51,9 +51,21 @@ def stage_from_json(data: Any) -> Any:
         raise LayoutError(f"{data!r} is no stage of a layout: {error}") from error
 
 
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
+
+
+def _fields(made: Any) -> dict[str, Any]:
+    kind: Any = type(made)
+    return {name: _plain(getattr(made, name)) for name in _names(kind)}
+
+
 def _plain(value: Any) -> Any:
+    if type(value) is int or type(value) is str:
+        return value
     if isinstance(value, Cut):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return _fields(value)
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 

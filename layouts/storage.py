@@ -12,7 +12,7 @@ of the rank's own flattened storage.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,12 @@ class StorageStage(Stage, Protocol):
 
     def holders(self, grid: Grid) -> Iterable[Grid]:
         """Yields the coordinates along `axes` that store anything."""
+
+    def pattern(self, grid: Grid) -> Hashable:
+        """Returns what tells the boxes of all coordinates: equal patterns have equal boxes.
+
+        Which coordinate has which of them may differ.
+        """
 
 
 def _first(frames: tuple[Frame, ...]) -> None:
@@ -64,6 +70,9 @@ class Whole:
 
     def holders(self, grid: Grid) -> Iterable[Grid]:
         return (grid,) if math.prod(self.shape) else ()
+
+    def pattern(self, grid: Grid) -> Hashable:
+        return self
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         _first(frames)
@@ -117,9 +126,22 @@ class FlatBuffer:
         return stop - start
 
     def holders(self, grid: Grid) -> Iterable[Grid]:
+        for position in self._slices(grid):
+            rest, indices = position, {}
+            for axis in reversed(self.shard_axes):
+                rest, indices[axis] = divmod(rest, grid.size(axis))
+            yield grid.at(**indices)
+
+    def pattern(self, grid: Grid) -> Hashable:
+        slices = self._slices(grid)
+        cut = (self.offset % self.shard_size, self.shard_size) if len(slices) > 1 else None
+        return (self.shape, self.shard_axes, cut)
+
+    def _slices(self, grid: Grid) -> range:
+        """Returns the positions of the slices that hold any of the tensor."""
         numel = math.prod(self.shape)
         if not numel:
-            return
+            return range(0)
         count = grid.count(self.shard_axes)
         if self.offset + numel > count * self.shard_size:
             raise LayoutError(
@@ -127,12 +149,7 @@ class FlatBuffer:
                 f"{count} slices of {self.shard_size}. Give the buffer's real shard size."
             )
         first = self.offset // self.shard_size
-        last = (self.offset + numel - 1) // self.shard_size
-        for position in range(first, last + 1):
-            rest, indices = position, {}
-            for axis in reversed(self.shard_axes):
-                rest, indices[axis] = divmod(rest, grid.size(axis))
-            yield grid.at(**indices)
+        return range(first, (self.offset + numel - 1) // self.shard_size + 1)
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         _first(frames)
@@ -184,6 +201,9 @@ class FlatRanges:
 
     def holders(self, grid: Grid) -> Iterable[Grid]:
         return (g for g in grid.walk(self.shard_axes) if self.numel(g))
+
+    def pattern(self, grid: Grid) -> Hashable:
+        return self
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         _first(frames)
@@ -297,6 +317,9 @@ class Cuts:
 
     def holders(self, grid: Grid) -> Iterable[Grid]:
         return (g for g in grid.walk(self.axes) if self.numel(g))
+
+    def pattern(self, grid: Grid) -> Hashable:
+        return self
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         _first(frames)

@@ -18,7 +18,7 @@ from shardplan.layouts import CheckpointError, Grids, Layout, LayoutProvider
 
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_aliases
 from .loading.reading import UNPADDED
-from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadata, unpadded_keys
+from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadata
 from .planning.optimizer import Named, by_name, lists_members, optimizer_names
 from .planning.table import build_table
 from .planning.tied import AliasedMetadata
@@ -369,9 +369,9 @@ def checkpoint_metadata(
     """
     stored: dict[str, Stored] = {}
     paths: dict[str, Path] = {}
+    unpadded: list[str] = []
     origins = {} if origins is None else origins
-    listed = list(stages)
-    for number, stage in enumerate(listed):
+    for number, stage in enumerate(stages):
         for key, path, entry, origin in stage_metadata(stage):
             if key in stored:
                 where, other = origins[key]
@@ -383,9 +383,10 @@ def checkpoint_metadata(
             stored[key] = entry
             paths[key] = stock_path(path)
             origins[key] = (number, origin)
-    unpadded = tuple(dict.fromkeys(key for stage in listed for key in unpadded_keys(stage)))
+            if isinstance(origin, Laid) and origin.unpadded:
+                unpadded.append(key)
     if unpadded:
-        paths[UNPADDED] = unpadded  # no key of a value, so nothing else looks it up
+        paths[UNPADDED] = tuple(unpadded)  # no key of a value, so nothing else looks it up
     for key, path, entry, _ in told:
         if key in stored:
             raise CheckpointError(

@@ -7,14 +7,13 @@
 | `StageManifest` | layouts, groups and extras of one pipeline stage |
 | `stage_metadata` | DCP's metadata for a stage: every chunk of every rank, from layouts alone |
 | `Laid` | the value of a parameter that a key stands for |
-| `unpadded_keys` | the tensors whose padding stays out of the checkpoint |
 | `value_names`, `all_value_names` | the names of a parameter's scalars on disk |
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -166,9 +165,18 @@ class Laid(NamedTuple):
     expert: int | None = None
     name: str = ""
 
+    @property
+    def unpadded(self) -> bool:
+        """Whether it is a tensor whose padding stays out of the checkpoint."""
+        stages = self.layout.stages if self.kind.role == SHARD else ()
+        return any(type(stage) is Unpad for stage in stages)
+
+
+Tensors = list[tuple[Frame, torch.Size, list[ChunkStorageMetadata]]]
+
 
 class ChunkLists:
-    """The chunks of all ranks for a layout, made once for each distinct chain of stages.
+    """The chunks of all ranks for a layout, made once for layouts that cut tensors alike.
 
     Args:
         grid: The grid of the layouts' family; the coordinate does not matter.
@@ -176,20 +184,33 @@ class ChunkLists:
 
     def __init__(self, grid: Grid) -> None:
         self._start = grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
-        self._known: dict[tuple[tuple[Stage, ...], int], list[tuple[Frame, torch.Size, Any]]] = {}
+        self._alike: dict[Hashable, Tensors] = {}
+        self._known: dict[tuple[int, int], tuple[tuple[Stage, ...], Tensors]] = {}
 
-    def of(self, layout: Layout, itemsize: int) -> list[tuple[Frame, torch.Size, Any]]:
+    def of(self, layout: Layout, itemsize: int) -> Tensors:
         """Returns each global tensor of a layout with its shape and the chunks that are written.
 
         Raises:
             CheckpointError: If the chunks of all ranks do not cover a tensor exactly once.
         """
-        known = self._known.get((layout.stages, itemsize))
+        ident = (id(layout.stages), itemsize)
+        known = self._known.get(ident)
         if known is None:
-            known = self._known[layout.stages, itemsize] = self._make(layout, itemsize)
-        return known
+            alike = (self._pattern(layout), layout.stages[1:], itemsize)
+            tensors = self._alike.get(alike)
+            if tensors is None:
+                tensors = self._alike[alike] = self._make(layout, itemsize)
+            # The stages are kept so that nothing else gets their id.
+            known = self._known[ident] = (layout.stages, tensors)
+        return known[1]
 
-    def _make(self, layout: Layout, itemsize: int) -> list[tuple[Frame, torch.Size, Any]]:
+    def _pattern(self, layout: Layout) -> Hashable:
+        axes = layout.storage.axes
+        if any(axis in axes for stage in layout.stages[1:] for axis in stage.axes):
+            return layout.storage  # the boxes depend on which rank has which part
+        return layout.storage.pattern(self._start)
+
+    def _make(self, layout: Layout, itemsize: int) -> Tensors:
         outer = [axis for axis in layout.axes if axis not in layout.storage.axes]
         replicas = self._start.count(layout.replica_axes(self._start))
         frames: dict[tuple[str, int | None], tuple[Frame, list[Box]]] = {}
@@ -252,18 +273,6 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
     for extra in manifest.extras:
         found = None if extra.dtype is None else TensorProperties(dtype=extra.dtype)
         yield extra.key, extra.path, _whole(found, extra.shape), extra
-
-
-def unpadded_keys(manifest: StageManifest) -> Iterator[str]:
-    """Yields the keys of tensors whose padding stays out of the checkpoint."""
-    for kind, members in manifest.groups.items():
-        layouts = manifest.layouts(kind) if kind.role == SHARD else ()
-        for index in members if layouts else ():
-            layout = layouts[index]
-            if any(type(stage) is Unpad for stage in layout.stages):
-                grid = manifest.chunks[kind.chunk].grids.of(layout.family)
-                for frame in evaluate(layout.stages, grid, layout.fqn):
-                    yield kind.place.key(layout.key(frame))
 
 
 def value_names(layout: Layout, grid: Grid) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def key_of(path: Path) -> str:
 
 def stock_path(path: Path) -> Path:
     """Returns a path as stock DCP stores it: positions as integers, all keys as text."""
-    return tuple(int(e) if isinstance(e, Index) else str(e) for e in path)
+    return tuple([int(e) if type(e) is Index else str(e) for e in path])
 
 
 def reach(root: Any, path: Path) -> Any:

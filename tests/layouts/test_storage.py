@@ -95,6 +95,22 @@ def test_flat_buffer_knows_who_holds_anything_without_asking_every_rank():
     assert [] == list(FlatBuffer((0, 4), ("dp",), 3, 4).holders(grid(dp=2)))
 
 
+def test_flat_buffers_of_one_pattern_have_the_same_boxes_on_some_rank():
+    place = grid(dp=3)
+    found = {}
+    for offset in range(12):
+        stage = FlatBuffer((3, 2), ("dp",), offset=offset, shard_size=6)
+        boxes = [(o, s) for rank in held(stage, place, "dp") for o, s, _ in rank]
+        assert boxes == found.setdefault(stage.pattern(place), boxes)
+    assert 6 == len(found)  # within one slice, and cut after 1, 2, 3, 4 or 5 elements
+
+
+def test_the_pattern_of_a_flat_buffer_that_is_too_small_is_refused():
+    stage = FlatBuffer((4, 3), ("dp",), offset=1, shard_size=6)
+    with pytest.raises(LayoutError, match="12 elements from 1 on end after the buffer's 2 slices"):
+        stage.pattern(grid(dp=2))
+
+
 def test_flat_buffer_that_is_too_small_is_refused_by_prove():
     layout = Layout("w", "w", (FlatBuffer((10,), ("dp",), 1, 5),))
     prove(layout, grid(dp=3))

@@ -5,9 +5,22 @@ import json
 import pytest
 import torch
 
-from shardplan.layouts import BufferDescription, Cut, DTensorStorage, FSDPFlatBuffer, Grids
+from shardplan.layouts import (
+    BufferDescription,
+    CheckpointError,
+    Cut,
+    DTensorStorage,
+    FlatBuffer,
+    FSDPFlatBuffer,
+    Grids,
+    Layout,
+    Shard,
+)
+from shardplan.layouts.layout import evaluate
+from shardplan.planner.planning import manifest as planning
 from shardplan.planner.planning.manifest import SHARD, Kind, Members, StageManifest
 from shardplan.planner.planning.table import build_table
+from shardplan.planner.save import checkpoint_metadata
 from shardplan.planner.state.entries import Place
 from shardplan.planner.storage.claims import vouched
 from shardplan.planner.storage.commit import Commit
@@ -66,3 +79,30 @@ def test_size_does_not_grow_with_the_ranks(form):
         assert back.chunks[0].layouts == made.chunks[0].layouts
     assert sizes[8] < 2_000_000
     assert abs(sizes[8] - sizes[4096]) < 20_000
+
+
+@pytest.mark.parametrize("form", ["even", "flat"])
+def test_chunks_are_computed_once_for_layouts_that_cut_tensors_alike(form, monkeypatch):
+    made = manifest(8, form)
+    evaluated = []
+    monkeypatch.setattr(
+        planning, "evaluate", lambda *args: evaluated.append(args) or evaluate(*args)
+    )
+    stored = checkpoint_metadata([made]).state_dict_metadata
+    assert len(stored) == 3 * PARAMETERS
+    # 20,000 parameters of 4 shapes; a flat buffer of 8 slices cuts at most 7 of them.
+    assert len(evaluated) <= (7 * 2 + 5 if form == "flat" else 5 * 8)
+
+
+def test_a_flat_buffer_shared_with_another_stage_is_cut_where_each_rank_is():
+    """The rows of a tensor that the buffer's own axis cuts once more depend on the rank."""
+    grid = Grids.from_sizes(0, dp_shard=2)
+    layouts = {
+        name: Layout(name, name, (FlatBuffer((2,), ("dp_shard",), at, 4), Shard(0, "dp_shard")))
+        for name, at in (("first", 0), ("second", 4))
+    }
+    lists = planning.ChunkLists(grid.dense)
+    with pytest.raises(CheckpointError, match=r"first: \[2, 4\) is covered by no rank"):
+        lists.of(layouts["first"], 4)
+    with pytest.raises(CheckpointError, match=r"second: \[0, 2\) is covered by no rank"):
+        lists.of(layouts["second"], 4)
