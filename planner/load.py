@@ -189,7 +189,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 for key in group.wanted() if isinstance(group, GroupLoad) else ():
                     self._requests.group_value(group, key)
         self._requests.check()
-        self.report.unexpected = unexpected_keys(
+        self.report.unexpected = partial(
+            unexpected_keys,
             self._saved.stored,
             self.report.loaded,
             holdings.held,
@@ -197,7 +198,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             [g.prefix for g in self._requests.groups if isinstance(g, GroupLoad)],
             self._requests.rank_prefixes,
         )
-        empty = unfilled(
+        empty = self._requests.empty and unfilled(
             self._requests.empty, self.report.unexpected, holdings.held, holdings.chunks
         )
         if empty and self._policies.missing == "error":
@@ -210,7 +211,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 + " Build the state before loading: torch's get_optimizer_state_dict does so for an "
                 "optimizer that has not stepped. Or pass strict=False to go on without these values."
             )
-        if self.report.unexpected and self._policies.unexpected == "error":
+        if self._policies.unexpected == "error" and self.report.unexpected:
             raise CheckpointError(
                 summary(f"{key}: nothing asks for it" for key in self.report.unexpected)
                 + " Ask for these keys of the checkpoint too, or pass the policy "

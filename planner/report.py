@@ -1,9 +1,33 @@
 """What a load did: every key that was loaded, missed, left over or changed on the way."""
 
 from dataclasses import dataclass, field, fields
+from typing import Any, overload
+
+from shardplan.layouts import CheckpointError
+
+Keys = list[str]
 
 
-@dataclass(slots=True)
+class _Later:
+    """A field that holds a list of keys, or the call that makes it when it is first asked for."""
+
+    @overload
+    def __get__(self, report: None, kind: type) -> tuple[()]: ...
+    @overload
+    def __get__(self, report: object, kind: type) -> Keys: ...
+    def __get__(self, report: Any, kind: type) -> Any:
+        if report is None:
+            return ()  # the default
+        held = report.__dict__["unexpected"]
+        if callable(held):
+            held = report.__dict__["unexpected"] = held()
+        return held
+
+    def __set__(self, report: Any, value: Any) -> None:
+        report.__dict__["unexpected"] = value if callable(value) else list(value)
+
+
+@dataclass
 class LoadReport:
     """What one rank's load did.
 
@@ -12,7 +36,9 @@ class LoadReport:
         missing: Keys that the checkpoint lacks; empty after a strict load, but for
             `_extra_state`, which may come and go, and options of groups without parameters.
         unexpected: Keys in the sections that were loaded which nothing asked for, other experts
-            of the same layers aside. With pipeline stages each stage lists the others' layers.
+            of the same layers aside. With pipeline stages each stage lists the others' layers. It
+            is made when it is first asked for. That may read more of the checkpoint's manifest than
+            the load did, and is a `CheckpointError` if this can't be read any more.
         converted: Key → saved and wanted form, where they differ: dtype, or kind of a scalar.
         padded: Keys whose padding was filled by the padding policy.
         replaced: Keys of blobs that were replaced whole by one of another size.
@@ -23,7 +49,7 @@ class LoadReport:
 
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    unexpected: _Later = _Later()
     converted: dict[str, tuple[str, str]] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
@@ -31,10 +57,17 @@ class LoadReport:
     tied: list[str] = field(default_factory=list)
     ranks: dict[str, str] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # sent as keys, not as a call
+
     def __str__(self) -> str:
         counts = [f"{len(self.loaded)} loaded"]
         for name in (f.name for f in fields(self) if f.name != "loaded"):
-            found = list(getattr(self, name))
+            try:
+                found = list(getattr(self, name))
+            except CheckpointError as error:  # the checkpoint may be gone by now
+                counts.append(f"{name} not known: {error}")
+                continue
             if found:
                 more = ", …" if len(found) > 3 else ""
                 counts.append(f"{len(found)} {name} ({', '.join(found[:3])}{more})")

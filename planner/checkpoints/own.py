@@ -25,7 +25,8 @@ from ..storage.files import files_at
 from ..storage.join import read_stages
 from ..storage.owners import Owners
 from ..storage.plain import from_plain
-from ..storage.segments import Part, Stats
+from ..storage.segments import Part
+from ..storage.stats import Stats
 from ..storage.sums import BLOCK, block_sum, chunk_sum
 from ..without_gc import without_gc
 from .arrays import Array

@@ -59,7 +59,7 @@ class GroupLoad:
         self._by_name: dict[str, dict[str, str]] = {}
         self._by_position: dict[int, dict[str, str]] = {}
         self.kept: list[str] = []
-        below = [key[len(prefix) :] for key in saved.stored if key.startswith(prefix)]
+        below = [key[len(prefix) :] for key in saved.below(prefix, self._known(saved))]
         listed = any(n.isdigit() and o == "params" for n, _, o in (k.partition(".") for k in below))
         known = {name for group in members for forms in group for names in forms for name in names}
         for rest in below:
@@ -71,6 +71,16 @@ class GroupLoad:
             name, option = _split(rest, known)
             if option:
                 self._by_name.setdefault(name, {})[option] = prefix + rest
+
+    def _known(self, saved: Saved) -> Iterable[Iterable[str]]:
+        """Yields for each parameter the keys by which its options would be found, if by name."""
+        if f"{self.prefix}0.params" in saved.stored:
+            return  # a list, whose groups are known once all of it is
+        for group, members in zip(self._groups, self._members, strict=True):
+            options = [key_of(path) for path in Snapshot(group).paths if path[0] not in _MEMBERS]
+            for forms in members:
+                for name in forms[0]:
+                    yield [f"{self.prefix}{name}.{option}" for option in options]
 
     def wanted(self) -> Iterable[str]:
         """Returns the keys to read."""

@@ -3,12 +3,14 @@
 | name | is |
 |---|---|
 | `Saved` | a checkpoint's metadata with the look-ups that a load needs |
+| `StoredInParts` | stored forms of which a reader knows only those that were asked for |
 | `Meeting` | the part of a saved chunk that lies in a requested box |
 """
 
 import math
+from abc import abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -51,26 +53,40 @@ class Meeting(NamedTuple):
     sizes: Shape
 
 
+class StoredInParts(Mapping[str, Stored]):
+    """What is stored under each key, read part by part as keys are asked for."""
+
+    @abstractmethod
+    def named_like(self, clean: str) -> list[str]:
+        """Returns the keys that are a clean name but for wrappers' tokens."""
+
+    @abstractmethod
+    def below(self, prefix: str, read: bool = False) -> Iterator[str]:
+        """Yields the keys with a prefix, of all parts or only of those that have been read."""
+
+    @abstractmethod
+    def unpadded(self, key: str) -> bool:
+        """Returns whether a key is a tensor whose padding stays out of the checkpoint."""
+
+
 class Saved:
     """A checkpoint's metadata with the look-ups that a load needs.
 
     Attributes:
         stored: What is stored under each key.
-        unpadded: Keys of tensors that were saved without their padding.
 
     Args:
         metadata: The metadata that the storage reader read.
     """
 
     def __init__(self, metadata: Metadata) -> None:
-        self.stored: dict[str, Stored] = metadata.state_dict_metadata
+        self.stored: Mapping[str, Stored] = metadata.state_dict_metadata
         paths = metadata.planner_data
         listed = paths.get(UNPADDED, ()) if isinstance(paths, dict) else ()
-        self.unpadded: frozenset[str] = frozenset(listed)
+        self._unpadded: frozenset[str] = frozenset(listed)
         places = metadata.storage_data
         self._places: Mapping[Any, Any] = places if isinstance(places, Mapping) else {}
-        self._clean: dict[str, str] | None = None
-        self._twice: dict[str, str] = {}
+        self._clean: dict[str, list[str]] | None = None
         self._indexes: dict[int, _ChunkIndex] = {}
 
     def same_places(self, keys: Sequence[str], others: Sequence[str]) -> bool:
@@ -95,19 +111,42 @@ class Saved:
         """
         if key in self.stored:
             return key
+        names = self._named_like(clean_name(key))
+        for name in names[1:]:
+            if not self.same_places(names[:1], [name]):
+                raise CheckpointError(
+                    f"{key}: the checkpoint has {names[0]} and {name}, which are both this name but "
+                    "for wrappers' tokens. Save it under one name only."
+                )
+        return names[0] if names else None
+
+    def _named_like(self, clean: str) -> list[str]:
+        if isinstance(self.stored, StoredInParts):
+            return self.stored.named_like(clean)
         if self._clean is None:
             self._clean = {}
             for name in self.stored:
-                first = self._clean.setdefault(clean_name(name), name)
-                if first != name and not self.same_places([first], [name]):
-                    self._twice.setdefault(clean_name(name), name)
-        clean = clean_name(key)
-        if clean in self._twice:
-            raise CheckpointError(
-                f"{key}: the checkpoint has {self._clean[clean]} and {self._twice[clean]}, which are "
-                "both this name but for wrappers' tokens. Save it under one name only."
-            )
-        return self._clean.get(clean)
+                self._clean.setdefault(clean_name(name), []).append(name)
+        return self._clean.get(clean, [])
+
+    def unpadded(self, key: str) -> bool:
+        """Returns whether a key of the checkpoint is a tensor that was saved without its padding."""
+        if isinstance(self.stored, StoredInParts):
+            return self.stored.unpadded(key)
+        return key in self._unpadded
+
+    def below(self, prefix: str, known: Iterable[Iterable[str]] = ()) -> list[str]:
+        """Returns the keys with a prefix.
+
+        Args:
+            prefix: The prefix.
+            known: For each value below it that is of interest, keys that it may have. If each has
+                one of them, no other part of the checkpoint is looked into; by default all are.
+        """
+        if not isinstance(self.stored, StoredInParts):
+            return [key for key in self.stored if key.startswith(prefix)]
+        asked = [any(key in self.stored for key in keys) for keys in known]
+        return list(self.stored.below(prefix, read=bool(asked) and all(asked)))
 
     def meetings(self, key: str, offsets: Shape, sizes: Shape) -> tuple[list[Meeting], list[str]]:
         """Returns the saved parts that fill a box, and what of it the checkpoint does not have.

@@ -150,7 +150,7 @@ class Requests:
         """Plans the read of this rank's own value."""
         prefix = f"{key}.{value.label}_"
         self.rank_prefixes.append(prefix)
-        found = indices_saved(self._saved.stored, prefix)
+        found = indices_saved(self._saved.below(prefix), prefix)
         whole = self._saved.key(key)
         if not found:
             if whole is None:
@@ -185,7 +185,7 @@ class Requests:
             )
             return False
         size = tuple(stored.size)
-        padded = padding if key not in self._saved.unpadded else ()
+        padded = () if self._saved.unpadded(key) else padding
         same = len(size) == len(shape) and all(
             a == b or (d in padded and a > b)
             for d, (a, b) in enumerate(zip(size, shape, strict=True))

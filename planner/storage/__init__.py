@@ -5,7 +5,9 @@
 | `writer`, `rankfile`, `stream` | `SafetensorsWriter`: a rank's chunks, streamed into its file |
 | `session`, `commit`, `join`, `claims` | how ranks end a save together, and what makes it complete |
 | `part`, `plain`, `header`, `dtypes`, `sums` | the format: manifest, Python values, data file |
+| `catalogue`, `index`, `keys` | what a checkpoint holds, read part by part as it is asked for |
 | `reader`, `owners`, `datafile`, `segments`, `fetch`, `checks`, `shared` | `SafetensorsReader` |
+| `stats` | what a load read |
 | `stock` | `finalize`, for tools that read stock DCP |
 | `stager` | `PinnedStager`, for asynchronous saves |
 | `files`, `buffers` | where files lie, and host memory of bounded size |
@@ -14,8 +16,8 @@ The format is described in FORMAT.md.
 """
 
 from .reader import SafetensorsReader
-from .segments import Stats
 from .stager import PinnedStager
+from .stats import Stats
 from .stock import finalize
 from .writer import SafetensorsWriter
 

@@ -13,7 +13,7 @@ and appears whole, so a save that ends before has not touched the checkpoint tha
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.layouts import CheckpointError
@@ -21,6 +21,7 @@ from shardplan.layouts import CheckpointError
 from ..planning.manifest import Kind, Members
 from .files import Files
 from .header import FORMAT_VERSION, SAVE_DIGITS, check_version
+from .index import KeyIndex
 from .part import MAX_RANKS, bits_from_text, bits_to_text, kind_from_json, kind_to_json
 from .sums import block_sum
 
@@ -58,6 +59,8 @@ class Commit:
         places: For each chunk of the model the place of the rank at each position of its dense
             and its expert grid; None where place and position are equal.
         numbers: Rank of each place, None where they are equal.
+        index: Which stage may have a key; None of a single stage.
+        nbytes: Size of `checkpoint.json` where it was read.
     """
 
     save: str
@@ -66,6 +69,8 @@ class Commit:
     groups: tuple[Groups, ...] = ()
     places: tuple[tuple[tuple[int, ...] | None, ...], ...] = ()
     numbers: tuple[int, ...] | None = None
+    index: KeyIndex | None = None
+    nbytes: int = field(default=0, compare=False)
 
     def rank(self, place: int) -> int:
         """Returns the rank that was at a place when the checkpoint was saved."""
@@ -88,6 +93,7 @@ class Commit:
             "groups": [groups_to_json(groups) for groups in self.groups],
             "places": [list(map(_listed, tables)) for tables in self.places],
             "numbers": _listed(self.numbers),
+            "index": None if self.index is None else self.index.to_json(),
         }
         return json.dumps({**body, "sum": _sum(body)}, separators=(",", ":")).encode()
 
@@ -151,12 +157,12 @@ def read_commit(files: Files) -> Commit | None:
         told = data.pop("sum")
         if told != _sum(data):
             raise CheckpointError(f"{where}: its checksum is {told}, its contents say {_sum(data)}")
-        return _commit(data)
+        return _commit(data, len(raw))
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{where}: impossible contents: {error!r}") from None
 
 
-def _commit(data: dict[str, Any]) -> Commit:
+def _commit(data: dict[str, Any], nbytes: int) -> Commit:
     save, ranks, parts = data["save"], data["ranks"], tuple(data["parts"])
     if not isinstance(save, str) or not is_save(save):
         raise ValueError(f"save {save!r}")
@@ -171,7 +177,9 @@ def _commit(data: dict[str, Any]) -> Commit:
     numbers = _table(data["numbers"], None)
     if numbers is not None and len(numbers) != ranks:
         raise ValueError(f"{len(numbers)} rank numbers for {ranks} ranks")
-    return Commit(save, ranks, parts, groups, places, numbers)
+    told = data["index"]
+    index = None if told is None else KeyIndex.from_json(told, len(parts))
+    return Commit(save, ranks, parts, groups, places, numbers, index, nbytes)
 
 
 def _table(data: Any, ranks: int | None) -> tuple[int, ...] | None:

@@ -17,7 +17,8 @@ from .commit import Commit, data_name
 from .dtypes import stored_form
 from .files import Files
 from .header import SUMS, VALUES, Header, chunk_name, header_length, parse_header
-from .segments import Part, Stats
+from .segments import Part
+from .stats import Stats
 from .sums import block_count
 
 # Headers of most files come with the first read.

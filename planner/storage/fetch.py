@@ -23,7 +23,8 @@ from shardplan.layouts.slab import flat_boxes
 
 from .buffers import Buffer, Buffers, Copies, memory_of
 from .files import InFile
-from .segments import Part, Range, Rows, Stats, Want, runs_of
+from .segments import Part, Range, Rows, Want, runs_of
+from .stats import Stats
 
 # Segments up to this size share a buffer; more than so many at once would wait too long.
 GATHERED = 256 << 10

@@ -3,11 +3,14 @@
 | name | does |
 |---|---|
 | `commit_of` | the `Commit` of a save from its ranks' markers |
-| `read_stages` | the manifests of a committed save's stages |
+| `read_part` | the manifest's part of one of a committed save's stages |
+| `read_stages` | the manifests of all of them |
 """
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -20,7 +23,9 @@ from ..without_gc import without_gc
 from .claims import Groups, join_stages
 from .commit import Commit, groups_from_json, parse, part_name
 from .files import Files
-from .part import MAX_RANKS, part_from_json
+from .index import KeyIndex
+from .keys import StageKeys
+from .part import part_from_json
 from .session import Marker
 from .sums import block_sum
 
@@ -83,7 +88,10 @@ def commit_of(
         else tuple(marker.rank for marker in markers),
     )
     with without_gc():
-        metadata = checkpoint_metadata(read_stages(files, commit)[0])
+        stages, _ = read_stages(files, commit)
+        metadata = checkpoint_metadata(stages)
+        if len(stages) > 1:
+            commit = replace(commit, index=_index(stages))
     known = metadata.state_dict_metadata
     unknown = [] if agreed is None else [k for k in agreed.state_dict_metadata if k not in known]
     if unknown:
@@ -93,6 +101,13 @@ def commit_of(
             "is cut."
         )
     return commit
+
+
+def _index(stages: Sequence[StageManifest]) -> KeyIndex:
+    """Returns what tells a reader in which stage's part a key is."""
+    keys = [StageKeys(stage) for stage in stages]
+    arounds = [pair for own in keys for pair in own.arounds()]
+    return KeyIndex.of(arounds, [own.names() for own in keys])
 
 
 def _check_places(markers: Sequence[Marker]) -> None:
@@ -147,21 +162,39 @@ def read_stages(files: Files, commit: Commit) -> tuple[list[StageManifest], list
     Raises:
         CheckpointError: If a part is missing, damaged, of another save or of a newer version.
     """
-    if commit.ranks > MAX_RANKS:
-        raise CheckpointError(f"{files.root}: {commit.ranks} ranks")
-    stages, digests = [], []
-    for stage, told in enumerate(commit.parts):
-        name = part_name(commit.save, stage)
-        where = f"{files.root}/{name}"
-        raw = files.read(name)
-        if raw is None:
-            raise CheckpointError(
-                f"{where}: missing, though the checkpoint was complete. Put the file back, or load "
-                "another checkpoint."
-            )
-        manifest, digest = part_from_json(where, parse(where, raw), commit.save, commit.ranks)
-        if block_sum(raw).hex() != told:
-            raise CheckpointError(f"{where}: its checksum is not that of checkpoint.json; damaged")
-        stages.append(manifest)
-        digests.append(digest)
-    return join_stages(stages, commit.groups), digests
+    parts = [read_part(files, commit, stage) for stage in range(len(commit.parts))]
+    return join_stages([p.manifest for p in parts], commit.groups), [p.digest for p in parts]
+
+
+class Part(NamedTuple):
+    """The manifest's part of one pipeline stage, as it was read.
+
+    Attributes:
+        manifest: What the stage's first rank vouches for.
+        digest: Digest of the plans of the stage's ranks.
+        nbytes: Size of the file.
+    """
+
+    manifest: StageManifest
+    digest: str
+    nbytes: int
+
+
+def read_part(files: Files, commit: Commit, stage: int) -> Part:
+    """Returns the manifest's part of one of a save's pipeline stages.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, of another save or of a newer version.
+    """
+    name = part_name(commit.save, stage)
+    where = f"{files.root}/{name}"
+    raw = files.read(name)
+    if raw is None:
+        raise CheckpointError(
+            f"{where}: missing, though the checkpoint was complete. Put the file back, or load "
+            "another checkpoint."
+        )
+    manifest, digest = part_from_json(where, parse(where, raw), commit.save, commit.ranks)
+    if block_sum(raw).hex() != commit.parts[stage]:
+        raise CheckpointError(f"{where}: its checksum is not that of checkpoint.json; damaged")
+    return Part(manifest, digest, len(raw))

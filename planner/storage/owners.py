@@ -11,7 +11,7 @@ the turns of the small ones are dealt once more for those replicas only.
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from shardplan.layouts import CheckpointError, Grid
 from shardplan.layouts.layout import evaluate
@@ -29,6 +29,12 @@ _Box = tuple[str, int | None, Shape]
 _Owner = int | Grid
 
 
+class Stages(Protocol):
+    """The manifests of a checkpoint's pipeline stages, by number."""
+
+    def __getitem__(self, stage: int, /) -> StageManifest: ...
+
+
 class Owners:
     """The place of the rank that wrote a chunk or a value.
 
@@ -37,7 +43,7 @@ class Owners:
         stages: The manifests of its stages.
     """
 
-    def __init__(self, commit: Commit, stages: list[StageManifest]) -> None:
+    def __init__(self, commit: Commit, stages: Stages) -> None:
         self._commit = commit
         self._stages = stages
         self._boxes: dict[tuple[Any, ...], dict[_Box, _Owner]] = {}

@@ -10,30 +10,26 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shardplan.layouts import CheckpointError
 
-from ..save import Origins, checkpoint_metadata
 from ..state.values import classes_in, to_bytes
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
+from .catalogue import Catalogue, metadata_of
 from .commit import CHECKPOINT, Commit, read_commit
 from .datafile import DataFile
 from .fetch import Fetch
 from .files import Files, files_at
-from .join import read_stages
 from .owners import Owners
 from .plain import from_plain
-from .segments import Part, Stats, Verify, Want, segments_of
+from .segments import Part, Verify, Want, segments_of
 from .shared import SharedRead
+from .stats import Stats
 
 
 class SafetensorsReader(StorageReader):
@@ -73,10 +69,8 @@ class SafetensorsReader(StorageReader):
         self._buffer_bytes = buffer_bytes
         self._files: Files | None = None
         self._commit: Commit | None = None
-        self._metadata: Metadata | None = None
-        self._origins: Origins = {}
+        self._catalogue: Catalogue | None = None
         self._owners: Owners | None = None
-        self._digests: list[str] = []
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -96,14 +90,17 @@ class SafetensorsReader(StorageReader):
         if checkpoint_id is not None:
             self.path = checkpoint_id
         self.stats = Stats()
-        self._commit = self._metadata = self._owners = None
+        self._commit = self._catalogue = self._owners = None
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Returns the metadata of the whole checkpoint, made from its layouts.
+        """Returns the metadata of the checkpoint, made from its layouts as keys are asked for.
+
+        A part of the manifest is read when it is first needed, so what is wrong with a part is
+        found then: by the planner, which asks for keys.
 
         Raises:
-            CheckpointError: If there is no complete checkpoint, or its manifest is damaged, of a
-                newer version or of another save.
+            CheckpointError: If there is no complete checkpoint, or `checkpoint.json` is damaged or
+                of a newer version.
         """
         # DCP looks for a parameter named kwargs and would ask again for this rank's own metadata.
         files = self._files = files_at(self.path)
@@ -114,14 +111,11 @@ class SafetensorsReader(StorageReader):
                 "not end well leaves none; a stock DCP checkpoint (with a .metadata) is loaded "
                 "with checkpoint_id= and without storage_reader=."
             )
-        with without_gc():
-            stages, self._digests = read_stages(files, commit)
-            self._origins = {}
-            metadata = checkpoint_metadata(stages, origins=self._origins)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.path)
-        self._commit, self._metadata = commit, metadata
-        self._owners = Owners(commit, stages)
-        return metadata
+        self.stats = Stats(manifest=commit.nbytes)
+        catalogue = Catalogue(files, commit, self.stats)
+        self._commit, self._catalogue = commit, catalogue
+        self._owners = Owners(commit, catalogue.manifests)
+        return metadata_of(catalogue, self.path)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -166,14 +160,14 @@ class SafetensorsReader(StorageReader):
 
     def _by_place(self, items: Iterable[ReadItem]) -> dict[int, list[ReadItem]]:
         """Returns the items by the place of the rank that wrote them."""
-        owners = self._owners
+        owners, catalogue = self._owners, self._catalogue
         found: dict[int, list[ReadItem]] = {}
-        assert owners is not None  # read_metadata came before
+        assert owners is not None and catalogue is not None  # read_metadata came before
         for item in items:
             index = item.storage_index
-            if index.fqn not in self._origins:
+            if index.fqn not in catalogue:
                 raise CheckpointError(f"{index.fqn}: not in the checkpoint {self.path}")
-            stage, origin = self._origins[index.fqn]
+            stage, origin = catalogue.origin(index.fqn)
             place = owners.place(stage, origin, index.fqn, self._offsets(item))
             found.setdefault(place, []).append(item)
         return dict(sorted(found.items()))
@@ -186,9 +180,9 @@ class SafetensorsReader(StorageReader):
 
     def _chunk(self, item: ReadItem) -> Any:
         """Returns the saved chunk that an item is about."""
-        assert self._metadata is not None  # read_metadata came before
+        assert self._catalogue is not None  # read_metadata came before
         index = item.storage_index
-        stored = self._metadata.state_dict_metadata[index.fqn]
+        stored = self._catalogue[index.fqn]
         assert isinstance(stored, TensorStorageMetadata)  # the planner asks for tensors only
         if index.index is not None and index.index < len(stored.chunks):
             chunk = stored.chunks[index.index]
@@ -224,18 +218,22 @@ class SafetensorsReader(StorageReader):
         """Checks that the rank which wrote a file planned the checkpoint of its stage."""
         facts = file.header.facts
         stage = facts.get("stage")
-        if not isinstance(stage, int) or not 0 <= stage < len(self._digests):
+        commit, catalogue = self._commit, self._catalogue
+        assert commit is not None and catalogue is not None  # read_metadata came before
+        if type(stage) is not int or not 0 <= stage < len(commit.parts):
             raise CheckpointError(f"{file.where}: names pipeline stage {stage!r}")
-        if facts.get("digest") != self._digests[stage]:
+        digest = catalogue.stage(stage).digest
+        if facts.get("digest") != digest:
             raise CheckpointError(
                 f"{file.where}: rank {file.rank} planned another checkpoint than the first rank of "
                 f"its pipeline stage {stage}, whose manifest this is "
-                f"({facts.get('digest')}, {self._digests[stage]})"
+                f"({facts.get('digest')}, {digest})"
             )
 
     def _parts(self, file: DataFile, items: Iterable[ReadItem]) -> list[Part]:
         """Returns what is wanted of a file's chunks."""
-        assert self._metadata is not None  # read_metadata came before
+        catalogue = self._catalogue
+        assert catalogue is not None  # read_metadata came before
         parts: dict[str, Part] = {}
         wants: dict[tuple[str, Any, Any], Want] = {}
         for item in items:
@@ -243,7 +241,7 @@ class SafetensorsReader(StorageReader):
                 continue
             key = item.storage_index.fqn
             chunk = self._chunk(item)
-            stored = self._metadata.state_dict_metadata[key]
+            stored = catalogue[key]
             name, part = file.part(key, chunk, stored.properties.dtype)  # type: ignore[union-attr]
             part = parts.setdefault(name, part)
             box = (tuple(item.storage_offsets), tuple(item.lengths))

@@ -5,7 +5,6 @@
 | `Want` | part of a saved chunk, and the tensors that it fills |
 | `Part` | all that is wanted of one chunk |
 | `Range`, `Rows` | bytes that are read together: one range of a chunk, or runs at equal distances |
-| `Stats` | what a load read |
 | `segments_of` | the ranges and rows for all wants of one file |
 
 A chunk that is wanted whole is read once and checked by its checksum in the header. Of a part only
@@ -25,6 +24,7 @@ import torch
 from shardplan.layouts.slab import Shape
 
 from .checks import Check
+from .stats import Stats
 from .sums import BLOCK
 
 # True: what a load reads is checked, and edges of blocks up to 1/256 of it, or 256 KiB of a file.
@@ -32,27 +32,6 @@ from .sums import BLOCK
 Verify = bool | Literal["all"]
 _CHEAP_SHARE = 256
 _CHEAP_NBYTES = 256 << 10
-
-
-@dataclass(slots=True)
-class Stats:
-    """What a load read.
-
-    Attributes:
-        needed: Bytes that the plan asked for.
-        read: Bytes of chunks that were read.
-        headers: Bytes of headers, of tables of checksums and of Python values.
-        files: Data files that were opened.
-        reads: Calls to the file system for chunks.
-        unchecked: Bytes that were read without a checksum: parts of blocks.
-    """
-
-    needed: int = 0
-    read: int = 0
-    headers: int = 0
-    files: int = 0
-    reads: int = 0
-    unchecked: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -44,7 +44,7 @@ from .header import HEAD, chunk_name
 from .join import read_stages
 from .owners import Owners
 from .plain import from_plain
-from .segments import Stats
+from .stats import Stats
 
 METADATA = ".metadata"
 _RAW = "shardplan.raw: load with SafetensorsReader, or save with SafetensorsWriter(stock=True)"

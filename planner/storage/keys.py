@@ -1,0 +1,235 @@
+"""The keys of one pipeline stage, found from its layouts without listing them all.
+
+| name | is |
+|---|---|
+| `StageKeys` | what each key of a stage stands for, and its stored form once it is asked for |
+| `around` | what stands around a parameter's name in a key |
+
+A key is a parameter's name with something around it, and few things are: a section, a slot. So a key
+is found by taking these away and looking the name up. Chunk lists, which may be as long as there are
+ranks, are made for the layouts of those keys only that somebody asks for.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardplan.layouts import Grid, Layout, Shard, clean_name
+from shardplan.layouts.layout import EXPERT, evaluate
+from shardplan.layouts.storage import Whole
+
+from ..planning.manifest import (
+    SHARD,
+    ChunkLists,
+    Extra,
+    Kind,
+    Laid,
+    Members,
+    StageManifest,
+    Stored,
+    all_value_names,
+)
+from ..state.entries import Path, Place, stock_path
+
+Around = tuple[str, str]
+
+
+class _Row(NamedTuple):
+    """A name on disk: its parameter's position among the layouts, and what of it has the name."""
+
+    member: int
+    suffix: str
+    expert: int | None
+    name: str
+
+
+class _Names:
+    """The names on disk of a chunk's parameters in one role."""
+
+    def __init__(self, layouts: tuple[Layout, ...], rows: list[list[_Row]]) -> None:
+        self.layouts = layouts
+        self.rows = rows
+        self.by_name: dict[str, list[_Row]] = {}
+        for row in itertools.chain.from_iterable(rows):
+            self.by_name.setdefault(row.name, []).append(row)
+
+
+def around(place: Place) -> Around:
+    """Returns what stands before and behind a parameter's name in the key of its value."""
+    before = "".join(f"{element}." for element in place.before)
+    after = "".join(f".{element}" for element in place.after)
+    return before + place.head, place.tail + after
+
+
+class StageKeys:
+    """What each key of a stage stands for.
+
+    Args:
+        manifest: The stage's manifest, complete with what all of its ranks vouch for.
+    """
+
+    def __init__(self, manifest: StageManifest) -> None:
+        self._manifest = manifest
+        self._extras = {extra.key: extra for extra in manifest.extras}
+        self._kinds: dict[Around, list[tuple[Kind, Members]]] = {}
+        for kind, members in manifest.groups.items():
+            self._kinds.setdefault(around(kind.place), []).append((kind, members))
+        self._known: dict[tuple[int, bool, bool], _Names] = {}
+        self._lists: dict[tuple[int, str], ChunkLists] = {}
+        self._tensors: dict[
+            int, dict[tuple[str, int | None], tuple[torch.Size, list[ChunkStorageMetadata]]]
+        ] = {}
+        self._clean: dict[str, list[str]] | None = None
+
+    def find(self, key: str) -> Laid | Extra | None:
+        """Returns what a key stands for, None if the stage does not have it."""
+        for (before, after), kinds in self._kinds.items():
+            if not (key.startswith(before) and key.endswith(after)):
+                continue
+            name = key[len(before) : len(key) - len(after)]
+            for kind, members in kinds:
+                names = self._names(kind)
+                for row in names.by_name.get(name, ()):
+                    if row.member in members:
+                        return _laid(kind, names.layouts[row.member], row)
+        return self._extras.get(key)
+
+    def items(self, prefix: str = "") -> Iterator[tuple[str, Laid | Extra]]:
+        """Yields all keys with a prefix, and what they stand for."""
+        for (before, after), kinds in self._kinds.items():
+            if not (before.startswith(prefix) or prefix.startswith(before)):
+                continue
+            for kind, members in kinds:
+                names = self._names(kind)
+                for index in members:
+                    layout = names.layouts[index]
+                    for row in names.rows[index]:
+                        key = f"{before}{row.name}{after}"
+                        if key.startswith(prefix):
+                            yield key, _laid(kind, layout, row)
+        for key, extra in self._extras.items():
+            if key.startswith(prefix):
+                yield key, extra
+
+    def named_like(self, clean: str) -> list[str]:
+        """Returns the keys that are a clean name but for wrappers' tokens."""
+        if self._clean is None:
+            self._clean = {}
+            for key, _ in self.items():
+                self._clean.setdefault(clean_name(key), []).append(key)
+        return self._clean.get(clean, [])
+
+    @staticmethod
+    def path(origin: Laid | Extra) -> Path:
+        """Returns the path of a value in the state dict, as stock DCP stores it."""
+        if isinstance(origin, Extra):
+            return stock_path(origin.path)
+        name = origin.name or origin.layout.key_of(origin.suffix, origin.expert)
+        return stock_path(origin.kind.place.path(name))
+
+    def stored(self, origin: Laid | Extra) -> Stored:
+        """Returns the stored form of what a key stands for.
+
+        Raises:
+            CheckpointError: If the chunks of all ranks do not cover a tensor exactly once.
+        """
+        dtype = origin.dtype if isinstance(origin, Extra) else origin.kind.dtype
+        if dtype is None:
+            return BytesStorageMetadata()
+        if isinstance(origin, Extra) or origin.kind.role != SHARD:
+            shape = origin.shape if isinstance(origin, Extra) else origin.kind.shape
+            size = torch.Size(shape)
+            chunks = [ChunkStorageMetadata(torch.Size([0] * len(shape)), size)]
+        else:
+            size, chunks = self._tensor(origin)
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+    def _tensor(self, laid: Laid) -> tuple[torch.Size, list[ChunkStorageMetadata]]:
+        kind, layout = laid.kind, laid.layout
+        lists = self._lists.get((kind.chunk, layout.family))
+        if lists is None:
+            grid = self._manifest.chunks[kind.chunk].grids.of(layout.family)
+            lists = self._lists[kind.chunk, layout.family] = ChunkLists(grid)
+        made = lists.of(layout, kind.itemsize)
+        tensors = self._tensors.get(id(made))
+        if tensors is None:
+            tensors = {(frame.suffix, frame.expert): (size, chunks) for frame, size, chunks in made}
+            self._tensors[id(made)] = tensors  # `lists` keeps what it made
+        return tensors[laid.suffix, laid.expert]
+
+    def names(self) -> Iterator[str]:
+        """Yields the names of parameters that have values, some twice, and the other keys."""
+        yield from self._extras
+        for kinds in self._kinds.values():
+            for kind, members in kinds:
+                rows = self._names(kind).rows
+                for index in members:
+                    for row in rows[index]:
+                        yield row.name
+
+    def arounds(self) -> list[Around]:
+        """Returns what stands around the names in keys."""
+        return list(self._kinds)
+
+    def _names(self, kind: Kind) -> _Names:
+        chunk = self._manifest.chunks[kind.chunk]
+        sharded = kind.role == SHARD and kind.dtype is not None
+        ident = (kind.chunk, bool(kind.place.slot and chunk.state_layouts), sharded)
+        known = self._known.get(ident)
+        if known is None:
+            layouts = self._manifest.layouts(kind)
+            frames: dict[tuple[int, str], list[tuple[str, int | None]]] = {}
+            experts: dict[tuple[int, str], list[str]] = {}
+            rows = []
+            for index, layout in enumerate(layouts):
+                grid = chunk.grids.of(layout.family)
+                if not sharded:
+                    rows.append(_value_rows(index, layout, grid, experts))
+                    continue
+                same = (id(layout.stages), layout.family)
+                found = frames.get(same)
+                if found is None:
+                    found = frames[same] = _frames(layout, grid)
+                rows.append([_Row(index, s, e, layout.key_of(s, e)) for s, e in found])
+            known = self._known[ident] = _Names(layouts, rows)
+        return known
+
+
+def _frames(layout: Layout, grid: Grid) -> list[tuple[str, int | None]]:
+    """Returns component and expert of each tensor that a layout has at any coordinate."""
+    whole = (Whole(layout.local_shape), *layout.stages[1:])  # storage changes no name
+    # A shard's coordinate moves boxes and changes no name.
+    axes = [axis for stage in whole if not isinstance(stage, Shard) for axis in stage.axes]
+    found: dict[tuple[str, int | None], None] = {}
+    for place in grid.walk(list(dict.fromkeys(axes))):
+        for frame in evaluate(whole, place, layout.fqn):
+            found[frame.suffix, frame.expert] = None
+    return list(found)
+
+
+def _value_rows(
+    index: int, layout: Layout, grid: Grid, known: dict[tuple[int, str], list[str]]
+) -> list[_Row]:
+    """Returns the names of a whole parameter's scalars; `known` are experts by their chain."""
+    if EXPERT not in layout.name:
+        return [_Row(index, "", None, layout.name)]
+    experts = known.get((id(layout.stages), layout.family))
+    if experts is None:
+        experts = all_value_names(dataclasses.replace(layout, name=EXPERT), grid)
+        known[id(layout.stages), layout.family] = experts
+    return [_Row(index, "", None, layout.name.replace(EXPERT, expert)) for expert in experts]
+
+
+def _laid(kind: Kind, layout: Layout, row: _Row) -> Laid:
+    if kind.role == SHARD and kind.dtype is not None:
+        return Laid(kind, layout, row.suffix, row.expert)
+    return Laid(kind, layout, name=row.name)
