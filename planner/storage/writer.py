@@ -167,6 +167,7 @@ class SafetensorsWriter(StorageWriter):
                 file.write(plan.items, planner, buffers, threads, save or "", self._stock)
             if self._collective:
                 file.announce(str(save), self._sync)
+                file.out.discard()  # DCP calls finish on the coordinator only
         except BaseException as error:
             self._fail(error)
             raise

@@ -94,7 +94,10 @@ def main():
             **alone,
         ).result()
     names = ("first", "second", "changed", "together", "thread", "process", "process again")
+    dist.barrier()
     for value, name in enumerate(names, 1):
+        left = [p.name for p in (root / name).rglob("*") if p.name.startswith(".")]
+        assert not left, (name, left)
         values = state(-1, name == "changed")
         loader = LayoutAwareLoadPlanner(SHAPES, grid=grid, layouts=rules)
         dcp.load(values, storage_reader=SafetensorsReader(root / name), planner=loader)
