@@ -141,6 +141,8 @@ class _Gather:
         self._position = 0
         self._parts: list[_Part] = []
         self._copies = Copies()
+        self._waiting: list[torch.Tensor] = []  # of one GPU, one behind the other
+        self._first = 0
 
     def add(self, number: int, tensor: torch.Tensor, nbytes: int, position: int) -> None:
         """Copies a chunk behind those that wait."""
@@ -150,7 +152,13 @@ class _Gather:
             self._buffer = self._buffers.borrow()
             self._position = position
         used = self._used
-        if tensor.is_cpu and tensor.is_contiguous():
+        if self._waiting and self._waiting[0].device != tensor.device:
+            self._bring()
+        if tensor.is_cuda:
+            if not self._waiting:
+                self._first = used
+            self._waiting.append(tensor)
+        elif tensor.is_cpu and tensor.is_contiguous():
             ctypes.memmove(self._buffer.address + used, tensor.data_ptr(), nbytes)
         else:
             target = self._buffer.tensor[used : used + nbytes].view(tensor.dtype)
@@ -158,10 +166,18 @@ class _Gather:
         self._parts.append(_Part(number, 0, used, used + nbytes))
         self._used = used + nbytes
 
+    def _bring(self) -> None:
+        """Copies what waits on a GPU."""
+        if self._waiting and self._buffer is not None:
+            target = self._buffer.tensor[self._first : self._used]
+            self._copies.together_to_host(target, self._waiting)
+            self._waiting = []
+
     def flush(self) -> None:
         """Hands what was gathered to the workers."""
         if self._buffer is None:
             return
+        self._bring()
         memory = self._buffer.memory[: self._used]
         self._jobs.submit(memory, self._position, self._parts, self._buffer, self._copies.mark())
         self._buffer, self._used, self._parts = None, 0, []

@@ -46,6 +46,37 @@ def test_any_device_to_any_device(tmp_path, source, target, strided):
         assert torch.equal(tensor.cpu(), loaded["model"][name].cpu()), name
 
 
+def bits(tensor):
+    return tensor.resolve_conj().reshape(-1).view(torch.uint8)
+
+
+def test_small_tensors_of_all_dtypes_make_the_same_file_from_the_gpu_as_from_the_host(tmp_path):
+    """They are brought together on the GPU; a strided one and a conjugate are among them."""
+    torch.manual_seed(4)
+    values = {}
+    for number in range(300):
+        tensor = torch.randn(5 + number % 7, 4)
+        dtype = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64)
+        values[f"v{number:03}"] = tensor.to(dtype[number % 5])
+    values["strided"] = torch.randn(9, 6).t()
+    values["scalar"] = torch.tensor(2.5)
+    values["conjugate"] = torch.randn(4, 3, dtype=torch.complex64).conj()
+    shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
+    files = []
+    for device in ("cpu", "cuda"):
+        saved = {"model": {name: tensor.to(device) for name, tensor in values.items()}}
+        path = tmp_path / device
+        alone.saved(path, [saved], [LayoutAwareSavePlanner(shapes, grid=Grids.from_sizes(0))])
+        blank = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
+        alone.load(
+            path, [{"model": blank}], [LayoutAwareLoadPlanner(shapes, grid=Grids.from_sizes(0))]
+        )
+        files.append(blank)
+    for name, tensor in values.items():
+        for loaded in files:
+            assert torch.equal(bits(tensor), bits(loaded[name])), name
+
+
 def test_what_is_under_way_on_the_gpu_is_saved(tmp_path):
     """The copy waits for kernels that were queued before the save."""
     saved = state("cuda")
