@@ -7,8 +7,8 @@
 | `async_rounds` | measures all ways, each with several saves in a row |
 
 A step computes, then waits for the copy of the state that the save needs, then changes the state.
-Held up is what the call took before it returned, plus what each step took longer than steps do
-without a save, until the checkpoint is durable. It stands beside the copy of the same bytes, by all
+Held up is what the call took before it returned, plus what all steps together took longer than as
+many steps without a save, until the checkpoint is durable. It stands beside the copy of the same bytes, by all
 ranks at once, into page-locked memory (without a GPU: into host memory).
 """
 
@@ -18,7 +18,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +32,10 @@ from states import Subject, whole_sums
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from ways import Ours, Own, SafetensorsWriter, Stock, TorchCheckpointing, Way
 
-from shardplan import planner as shardplan_planner
+from shardplan.planner import PinnedStager
 
-STEPS = 3  # at least, while a save runs and before
-# Exported once it is there.
-PinnedStager = getattr(shardplan_planner, "PinnedStager", None)
+STEPS = 3  # at least, while a save runs
+USUAL = 8  # before, after as many that do not count
 
 
 class Step:
@@ -108,6 +107,7 @@ class AsyncWay:
         way: The same way, synchronous; it loads what was saved.
         arguments: Returns the arguments for `dcp.async_save` but for state and group.
         stager: The stager, if it is not torch's default.
+        ahead: Whether the stager is prepared beside training, before the first save.
     """
 
     def __init__(
@@ -116,11 +116,23 @@ class AsyncWay:
         way: Way,
         arguments: Callable[[Subject, Path], dict[str, Any]],
         stager: Any = None,
+        ahead: bool = False,
     ) -> None:
         self.name = name
         self.way = way
         self._arguments = arguments
         self._stager = stager
+        self._ahead = ahead
+
+    def prepare(self, subject: Subject, step: "Step") -> None:
+        """Prepares the first save beside training, if the way does."""
+        if self._ahead:
+            with ThreadPoolExecutor(1) as pool:
+                preparing = pool.submit(self._stager.prepare, subject.state)
+                busy = True
+                while busy:
+                    busy = step.run(nullcontext, not preparing.done())
+                preparing.result()
 
     def start(self, subject: Subject, path: Path, group: Any) -> Started:
         """Starts a save; all ranks call it."""
@@ -155,9 +167,7 @@ class AsyncTorchCheckpointing(AsyncWay):
             def config(self) -> Any:
                 return library.AsyncCheckpointSaverConfig()
 
-        self.name = "torch_checkpointing"
-        self.way = Background(folder)
-        self._stager = None
+        super().__init__("torch_checkpointing", Background(folder), lambda *_: {})
 
     def start(self, subject: Subject, path: Path, group: Any) -> Started:
         manager = self.way.manager()  # type: ignore[attr-defined]
@@ -190,17 +200,18 @@ def async_ways(
         planner = Ours(threads)
         return AsyncWay("ours", planner, planned(planner))
 
-    def own(stager: bool) -> AsyncWay:
+    def own(name: str) -> AsyncWay:
         planner = Own(threads=threads)
         return AsyncWay(
-            "own-stager" if stager else "own",
+            name,
             planner,
             lambda subject, path: {
                 "storage_writer": SafetensorsWriter(path, threads=threads),
                 "planner": planner.planner(subject),
                 "use_collectives": False,
             },
-            PinnedStager() if stager and PinnedStager is not None else None,
+            None if name == "own" else PinnedStager(),
+            name == "own-prepared",
         )
 
     def pinned() -> AsyncWay:
@@ -213,13 +224,13 @@ def async_ways(
         return AsyncWay("stock-pinned", Stock(threads), stock, DefaultStager(options))
 
     made: dict[str, Callable[[], AsyncWay]] = {
-        "own": lambda: own(False),
+        "own-stager": lambda: own("own-stager"),
+        "own-prepared": lambda: own("own-prepared"),
+        "own": lambda: own("own"),
         "ours": ours,
         "stock": lambda: AsyncWay("stock", Stock(threads), stock),
         "torch_checkpointing": lambda: AsyncTorchCheckpointing(folder),
     }
-    if PinnedStager is not None:
-        made = {"own-stager": lambda: own(True), **made}
     if cuda:
         made["stock-pinned"] = pinned
     return {name: make for name, make in made.items() if not wanted or name in wanted}
@@ -234,11 +245,11 @@ def async_rounds(
     copy = PlainCopy(subject.nbytes, args.device)
     copy.seconds()
     steps: list[float] = []
-    for _ in range(2 * STEPS):
+    for _ in range(2 * USUAL):
         start = time.perf_counter()
         step.run(nullcontext, False)
         steps.append(time.perf_counter() - start)
-    usual = statistics.median(steps[STEPS:])
+    usual = statistics.mean(steps[USUAL:])
     makers = async_ways(args.device == "cuda", args.threads, folder, args.async_ways)
     for name, make in makers.items():
         try:
@@ -246,6 +257,7 @@ def async_rounds(
         except ImportError as error:
             results.add(kind="error", way=name, operation="async save", error=str(error))
             continue
+        way.prepare(subject, step)
         for number in range(args.async_saves):
             path = folder / f"async-{number}"
             measured = Async(team, subject, way, path, group, step, usual)
@@ -342,14 +354,14 @@ class Async:
         start = time.perf_counter()
         started = self._way.start(self._subject, self._path, self._group)
         started.done.add_done_callback(lambda _: ended.append(time.perf_counter()))
-        self.call = self.held = time.perf_counter() - start
+        self.call = time.perf_counter() - start
         count = 0
         busy = True
+        before = time.perf_counter()
         while busy or count < STEPS:
-            before = time.perf_counter()
             busy = self._step.run(started.ready, not started.done.done())
-            self.held += max(0.0, time.perf_counter() - before - self._usual)
             count += 1
+        self.held = self.call + max(0.0, time.perf_counter() - before - count * self._usual)
         started.done.result()
         written = self._team.highest(ended[0] - start)[0]
         sync = time.perf_counter()

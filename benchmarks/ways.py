@@ -11,6 +11,7 @@
 | `own` | our planner, our `SafetensorsWriter`, no collectives | our planner, our `SafetensorsReader` |
 | `own-collectives` | the same, ranks exchange plans | the same |
 | `stock`, `stock-tN` | torch's planner and `FileSystemWriter`, N threads | torch's planner and reader |
+| `megatron-fsdp` | its look-up of peers' shards, then as `stock` | the same |
 | `stock-hf`, `stock-hf-tN` | torch's `HuggingFaceStorageWriter`, one file a rank | its reader |
 | `torch.save` | `torch.save` of the local tensors, one file a rank | `torch.load`, copied into place |
 | `torch_checkpointing` | its `CheckpointManager`, synchronous | the same |
@@ -41,6 +42,7 @@ from shardplan.planner import (
     SafetensorsReader,
     SafetensorsWriter,
 )
+from shardplan.planner.compat import local_tensor
 
 
 class Way:
@@ -145,6 +147,34 @@ class Stock(Way):
     def load(self, subject: Subject, path: Path) -> None:
         reader = dcp.FileSystemReader(path)
         dcp.load(subject.state, storage_reader=reader, process_group=subject.group)
+
+
+class MegatronFSDP(Stock):
+    """Megatron-FSDP's path: each rank asks its peers for every DTensor's shards, then torch's."""
+
+    name = "megatron-fsdp"
+
+    def __init__(self) -> None:
+        module = importlib.import_module("megatron_fsdp.uneven_dtensor")
+        self._threads = 1
+        self._preprocess = module.preprocess_state_dict_for_uneven_dtensor
+
+    def save(self, subject: Subject, path: Path) -> None:
+        with self._looked_up(subject):
+            super().save(subject, path)
+
+    def load(self, subject: Subject, path: Path) -> None:
+        with self._looked_up(subject):
+            super().load(subject, path)
+
+    @contextlib.contextmanager
+    def _looked_up(self, subject: Subject) -> Iterator[None]:
+        self._preprocess(subject.state)
+        try:
+            yield
+        finally:  # what it found is kept on the tensors, where other ways would see it
+            for _, tensor in subject.tensors():
+                local_tensor(tensor).__dict__.clear()
 
 
 class StockHuggingFace(Way):
@@ -318,6 +348,7 @@ def ways(threads: int, wanted: list[str], folder: Path) -> tuple[list[Way], dict
         "own-collectives": lambda: Own(collectives=True, threads=threads),
         "stock": Stock,
         f"stock-t{threads}": lambda: Stock(threads),
+        "megatron-fsdp": MegatronFSDP,
         "stock-hf": StockHuggingFace,
         f"stock-hf-t{threads}": lambda: StockHuggingFace(threads),
         "torch.save": TorchSave,
