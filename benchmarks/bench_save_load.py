@@ -3,10 +3,11 @@
     scripts/launch/torchrun_local.sh -n 2 benchmarks/bench_save_load.py --gib 0.5 --out FILE
     torchrun --nproc-per-node=8 benchmarks/bench_save_load.py --gib 100 --sharding tp2 --load fsdp
 
-Any number of processes, CPUs with gloo or GPUs with NCCL. In every round each way saves, and loads
-cold and warm under the same sharding and cold under the others; the order changes from round to
-round. Times are of the slowest rank, until the files are durable. The limit is a plain write with
-fsync, or a plain read, of the same bytes by the same processes, in the same round.
+Any number of processes, CPUs with gloo or GPUs with NCCL (gloo where ranks share a GPU). In every
+round each way saves, and loads cold and warm under the same sharding and cold under the others; the
+order changes from round to round. Times are of the slowest rank, until the files are durable. The
+limit is a plain write with fsync, or a plain read, of the same bytes by the same processes, in the
+same round.
 """
 
 import argparse
@@ -287,9 +288,12 @@ def main() -> None:
     """Runs the benchmark as the command line says."""
     warnings.simplefilter("ignore", FutureWarning)
     args = arguments()
+    backend = "gloo"
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % gpus)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus:  # NCCL takes one rank on a GPU
+            backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
     team = Team(args.verbose, patience=args.timeout + 30)
     name: list[str] = [""]

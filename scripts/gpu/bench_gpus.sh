@@ -2,12 +2,12 @@
 # Runs the save and load benchmarks on the GPUs of this machine, in under eight minutes, and puts
 # result lines and logs into a folder. A step that fails or hangs does not stop the next.
 #
-#     scripts/gpu/bench_two_gpus.sh OUT_DIR           two GPUs, 20 GiB of state
-#     scripts/gpu/bench_two_gpus.sh --cpu OUT_DIR     the same steps with tiny sizes, without a GPU
+#     scripts/gpu/bench_gpus.sh OUT_DIR           two ranks, 20 GiB of state
+#     scripts/gpu/bench_gpus.sh --cpu OUT_DIR     the same steps with tiny sizes, without a GPU
 #
 #     PYTHON      the Python to run with; default python3. The packages are found through
 #                 scripts/typing, so that nothing needs to be installed.
-#     PROCESSES   ranks; default 2
+#     PROCESSES   ranks; default 2, which may share one GPU (then with gloo)
 #     GIB         size of the whole state in the large steps; default 20
 #     STEPS       which steps, in order; default "facts memory async sync all small reshard"
 #     TMPDIR      where checkpoints go: three times GIB must fit
@@ -81,7 +81,7 @@ save_load=(benchmarks/bench_save_load.py --device "$device" --threads "$threads"
             ;;
         async)
             ranks async 200 "$processes" "${save_load[@]}" --gib "$gib" --no-sync --load \
-                --async-saves 2 --async-ways own-stager stock stock-pinned --step 0.2
+                --async-saves 2 --async-ways own-stager own-prepared stock stock-pinned --step 0.2
             ;;
         sync)
             ranks sync 190 "$processes" "${save_load[@]}" --gib "$gib" --load tp2 --rounds 2 \
