@@ -14,7 +14,7 @@ class TensorParallel:
 
     | form | reads |
     |---|---|
-    | `TensorParallel()` | the parameter's `_tensor_parallel_mode` (`column` dim 0, `row` dim 1), the placement that a DTensor had before Megatron-FSDP took it, else `tensor_model_parallel` and `partition_dim` |
+    | `TensorParallel()` | the parameter's `_tensor_parallel_mode` (`column` dim 0, `row` dim 1), the placement that a DTensor had before Megatron-FSDP took it, else `tensor_model_parallel` and `partition_dim`, whatever other mode it has |
     | `TensorParallel({pattern: dim})` | the patterns, and the live marks where none matches |
 
     Experts are sharded over their own axis `etp`. A DTensor whose mesh has the tensor-parallel
@@ -39,9 +39,11 @@ class TensorParallel:
                 return dim
         if param.param is None:
             return None
-        mode = param.attribute("_tensor_parallel_mode")
+        # A mode is guessed by the module's class: Mamba's gated norm is "replicated" and yet marked
+        # as sharded, and the mark is right.
+        mode = _MODES.get(param.attribute("_tensor_parallel_mode"))
         if mode is not None:
-            return _MODES.get(mode)
+            return mode
         original = getattr(param.param, "orig_param", None)
         for placement in getattr(original, "placements", ()):
             if not placement.is_replicate():

@@ -42,9 +42,14 @@ def live(**attributes):
         (live(_tensor_parallel_mode="column"), 0),
         (live(_tensor_parallel_mode="row"), 1),
         (live(_tensor_parallel_mode="replicated"), None),
-        # The mode comes first: a duplicated parameter may carry both marks.
+        # That mode is a guess by the module's class, as Megatron-FSDP itself takes it: Mamba's gated
+        # norm has it and is sharded. What is really duplicated is marked as not parallel.
         (
             live(_tensor_parallel_mode="replicated", tensor_model_parallel=True, partition_dim=0),
+            0,
+        ),
+        (
+            live(_tensor_parallel_mode="replicated", tensor_model_parallel=False, partition_dim=0),
             None,
         ),
         # Megatron-FSDP leaves some marks on the parameter that it wraps.
