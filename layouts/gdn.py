@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .join import Join
+from .join import fused
 from .provider import Level, ParamInfo, attribute, matcher
-from .stages import Concat, Fuse, Part, Stage
+from .stages import Concat, Part, Stage
 
 _NAMES = ("query", "key", "value", "z", "beta", "alpha")
 _FUSED = re.compile(r"(?:^|\.)(?:in_proj|conv1d)\.(?:weight|bias)$")
@@ -73,12 +73,7 @@ class GDN:
             if _role(param.fqn, owner) == "conv1d":
                 parts = tuple(part for part in parts if part[0] in _CONVOLVED)
         split = Concat(0, tuple(("." + name, size) for name, size in parts), "GDN components")
-        if not self._fused:
-            return (split,)
-        if self._fused_over == 1:
-            return (split, Fuse(0))
-        suffixes = tuple(suffix for suffix, _ in split.parts)
-        return (split, Join(0, (("", suffixes, self._fused_over),)))
+        return fused(split, self._fused_over) if self._fused else (split,)
 
 
 def _owner(param: ParamInfo) -> tuple[str, Any]:

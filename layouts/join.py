@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .errors import LayoutError
 from .grid import Grid
 from .slab import Box, Frame
+from .stages import Concat, Fuse
 
 Joined = tuple[str, tuple[str, ...], int]
 
@@ -74,6 +75,19 @@ class Join:
             tuple(boxes),
             parts[0].expert,
         )
+
+
+def fused(split: Concat, over: int) -> tuple[Concat, "Fuse | Join"]:
+    """Returns the stages that keep a tensor in one, in the order of some number of ranks.
+
+    Args:
+        split: The parts of the tensor.
+        over: Number of tensor-parallel ranks whose tensors lie one after another; 1 is the
+            canonical order, every part whole.
+    """
+    if over == 1:
+        return split, Fuse(split.dim)
+    return split, Join(split.dim, (("", tuple(suffix for suffix, _ in split.parts), over),))
 
 
 def _weave(

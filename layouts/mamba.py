@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from .join import Join
+from .join import fused
 from .provider import Level, ParamInfo, attribute, matcher
-from .stages import Concat, Fuse, Part, Stage
+from .stages import Concat, Part, Stage
 
 # Megatron's names for the parts, by how many there are.
 _NAMES = {5: ("z", "x", "B", "C", "dt"), 3: ("x", "B", "C")}
@@ -67,12 +67,7 @@ class Mamba:
         dim = int(param.attribute("partition_dim", 0))
         parts = self._parts(param)
         split = Concat(dim, tuple(("." + name, size) for name, size in parts), "packed parts")
-        if not self._fused:
-            return (split,)
-        if self._fused_over == 1:
-            return (split, Fuse(dim))
-        suffixes = tuple(suffix for suffix, _ in split.parts)
-        return (split, Join(dim, (("", suffixes, self._fused_over),)))
+        return fused(split, self._fused_over) if self._fused else (split,)
 
     def _parts(self, param: ParamInfo) -> tuple[Part, ...]:
         """Returns the name and the local rows of each part."""

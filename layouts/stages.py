@@ -75,11 +75,14 @@ class Concat:
         dim: Dim along which the parts lie one after another.
         parts: `(suffix, size)` of each part in local order; the sizes are tensor-parallel local.
         what: What the parts are called in an error, such as `'SwiGLU halves'`.
+        whole: Where each part is a parameter in models without the fusion, with scalars of its
+            own: the suffix of the fused tensor. Else the fused tensor has the layout's name.
     """
 
     dim: int
     parts: tuple[Part, ...]
     what: str = "components"
+    whole: str | None = None
 
     def __post_init__(self) -> None:
         _check_parts(self.what, self.parts)

@@ -7,6 +7,7 @@
 | experts stacked in one tensor | single |
 | experts single | stacked |
 | MTP's inner layer as `mtp_model_layer` | `transformer_layer` |
+| the norm in MLA's fused down-projection as its own | `input_layernorm` |
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from .grid import Grid
 from .join import Join
 from .layout import EXPERT, Layout
+from .mla import ABSORBED_NORM, MLA_FUSED
 from .pipeline import MTP_LAYER
 from .stages import Concat, ExpertIndex, Fuse, Interleave, Shard, Stack, Stage, Unstack
 
@@ -29,7 +31,7 @@ def variants(layout: Layout, grid: Grid) -> Iterator[Layout]:
     if any(suffix for s in layout.stages if isinstance(s, Join) for suffix, _, _ in s.tensors):
         yield layout  # another project's tensors have one form
         return
-    for own in (layout, _older_name(layout)):
+    for own in (layout, _older_name(layout), _absorbed_norm(layout)):
         if own is not None:
             yield from _forms(own, grid)
 
@@ -45,6 +47,18 @@ def _older_name(layout: Layout) -> Layout | None:
     return dataclasses.replace(layout, name=".".join(tokens))
 
 
+def _absorbed_norm(layout: Layout) -> Layout | None:
+    """Returns the layout of an absorbed norm under the name that it has in its module."""
+    tokens = layout.fqn.split(".")
+    if layout.fqn == layout.name or tokens[-2:-1] != [MLA_FUSED]:
+        return None
+    norm = f"{ABSORBED_NORM}.{tokens[-1].removeprefix('layer_norm_')}"
+    if not layout.name.endswith(norm):
+        return None
+    name = layout.name.removesuffix(norm) + ".".join(tokens[-3:])
+    return dataclasses.replace(layout, name=name)
+
+
 def _forms(layout: Layout, grid: Grid) -> Iterator[Layout]:
     for form in (layout, _joined(layout)):
         if form is not None:
@@ -57,9 +71,10 @@ def _forms(layout: Layout, grid: Grid) -> Iterator[Layout]:
 def _joined(layout: Layout) -> Layout | None:
     """Returns the layout with its components fused if they were split, and the reverse."""
     stages = layout.stages
+    whole = next((s.whole for s in stages if isinstance(s, Concat) and s.whole), "")
     if any(isinstance(stage, Fuse | Join) for stage in stages):
         kept = tuple(stage for stage in stages if not isinstance(stage, Fuse | Join))
-        return dataclasses.replace(layout, stages=kept)
+        return dataclasses.replace(layout, name=layout.name.removesuffix(whole), stages=kept)
     for at, stage in enumerate(stages):
         if isinstance(stage, Concat | Interleave):
             last = at + 1
@@ -67,7 +82,7 @@ def _joined(layout: Layout) -> Layout | None:
             if isinstance(after, Shard) and after.axis != "ep":
                 last += 1
             joined: tuple[Stage, ...] = (*stages[:last], Fuse(stage.dim), *stages[last:])
-            return dataclasses.replace(layout, stages=joined)
+            return dataclasses.replace(layout, name=layout.name + whole, stages=joined)
     return None
 
 

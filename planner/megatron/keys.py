@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from shardplan.layouts import Fuse, Join, Layout
 from shardplan.layouts.model import WRAPPERS, clean_name
 
+from ..planning.manifest import separate_parts
 from ..planning.optimizer import components
 from ..planning.table import Chunk
 from ..save import LayoutAwareSavePlanner
@@ -84,8 +85,8 @@ class FsdpDtensorNames(Names):
 
 
 def split_parts(layout: Layout) -> tuple[str, ...]:
-    """Returns the suffixes of the components that stand one by one on disk."""
-    if any(isinstance(stage, Fuse | Join) for stage in layout.stages):
+    """Returns the suffixes of the components that stand one by one on disk, scalars left whole."""
+    if any(isinstance(stage, Fuse | Join) for stage in layout.stages) or separate_parts(layout):
         return ()
     return components(layout)
 

@@ -21,11 +21,19 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardplan.layouts import Grids, LayoutError, LayoutProvider, carried_pg_collection
+from shardplan.layouts import (
+    Grid,
+    Grids,
+    Layout,
+    LayoutError,
+    LayoutProvider,
+    carried_pg_collection,
+)
 from shardplan.layouts import ep_rank_and_size as of_collection
 from shardplan.layouts.model import clean_name
+from shardplan.layouts.variants import variants
 
-from ..planning.manifest import value_names
+from ..planning.manifest import separate_parts, value_names
 from ..planning.table import build_table
 from .state import chunks_of, inner_optimizers
 
@@ -231,9 +239,16 @@ def global_param_name(
         fqn = _fqn(module, param)
         if fqn is not None and fqn in chunk.layouts:
             layout = chunk.layouts[fqn]
-            return value_names(layout, chunk.grids.of(layout.family))[0]
+            return _global_name(layout, chunk.grids.of(layout.family))
     shown = param if isinstance(param, str) else f"a parameter of shape {tuple(param.shape)}"
     raise LayoutError(f"{shown}: none of the {len(chunks)} model chunks has it. Pass all chunks.")
+
+
+def _global_name(layout: Layout, grid: Grid) -> str:
+    if separate_parts(layout):
+        # One parameter here and several in other models: by its own name in the module.
+        layout = next(form for form in variants(layout, grid) if not separate_parts(form))
+    return value_names(layout, grid)[0]
 
 
 def _fqn(module: Any, param: Any) -> str | None:
@@ -261,7 +276,7 @@ def param_to_group_names(model_chunks: Any, optimizer: Any, **options: Any) -> d
     for module, chunk in zip(chunks_of(model_chunks), table.chunks, strict=True):
         for name, own in module.named_parameters():
             layout = chunk.layouts[clean_name(name)]
-            names[id(own)] = value_names(layout, chunk.grids.of(layout.family))[0]
+            names[id(own)] = _global_name(layout, chunk.grids.of(layout.family))
     found: dict[str, int] = {}
     numbers: dict[int, int] = {}
     for part in inner_optimizers(optimizer):

@@ -8,6 +8,7 @@
 | `stage_metadata` | DCP's metadata for a stage: every chunk of every rank, from layouts alone |
 | `Laid` | the value of a parameter that a key stands for |
 | `value_names`, `all_value_names` | the names of a parameter's scalars on disk |
+| `separate_parts` | components that have scalars of their own |
 """
 
 import math
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import EXPERT, CheckpointError, Grid, Layout
+from shardplan.layouts import EXPERT, CheckpointError, Concat, Fuse, Grid, Join, Layout
 from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
@@ -278,11 +279,11 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
 def value_names(layout: Layout, grid: Grid) -> tuple[str, ...]:
     """Returns the names under which a rank knows a whole parameter's scalars.
 
-    Components share their parameter's name; an expert has its global index in it, and stacked
-    experts that are single on disk have one name each.
+    Components share their parameter's name, unless each is a parameter in other models; an expert
+    has its global index in it, and stacked experts that are single on disk have one name each.
     """
     if EXPERT not in layout.name:
-        return (layout.name,)
+        return tuple(layout.name + suffix for suffix in separate_parts(layout) or ("",))
     for stage in layout.stages:
         index = getattr(stage, "expert_index", None)
         if index is not None:
@@ -292,10 +293,20 @@ def value_names(layout: Layout, grid: Grid) -> tuple[str, ...]:
     return tuple(dict.fromkeys(layout.key_of("", expert) for expert in held))
 
 
+def separate_parts(layout: Layout) -> tuple[str, ...]:
+    """Returns the suffixes of the components that are parameters in models without a fusion."""
+    if any(isinstance(stage, Fuse | Join) for stage in layout.stages):
+        return ()
+    for stage in layout.stages:
+        if isinstance(stage, Concat) and stage.whole is not None:
+            return tuple(suffix for suffix, _ in stage.parts)
+    return ()
+
+
 def all_value_names(layout: Layout, grid: Grid) -> list[str]:
     """Returns the names under which all ranks together know a whole parameter's scalars."""
     if EXPERT not in layout.name:
-        return [layout.name]
+        return list(value_names(layout, grid))
     axes = [axis for stage in layout.stages[1:] for axis in stage.axes]
     return list(dict.fromkeys(n for place in grid.walk(axes) for n in value_names(layout, place)))
 

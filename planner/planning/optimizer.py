@@ -23,7 +23,7 @@ from shardplan.layouts.model import clean_name
 from shardplan.layouts.variants import variants
 
 from ..state.entries import Path, key_of
-from .manifest import value_names
+from .manifest import separate_parts, value_names
 from .table import Chunk, LayoutTable, modules_of
 
 _GROUPS = "param_groups"
@@ -215,7 +215,7 @@ def names_of(layout: Layout, grid: Grid) -> Forms:
     Megatron-LM stores a scalar with each component: `linear_fc1.weight_w.step` and `….weight_v.step`.
     """
     forms = [value_names(form, grid) for form in variants(layout, grid)]
-    parts = components(layout)
+    parts = () if separate_parts(layout) else components(layout)
     if parts:
         forms += [tuple(name + part for name in names for part in parts) for names in forms]
     return tuple(dict.fromkeys(forms))

@@ -60,7 +60,22 @@ WRITTEN = [
     ),
     (
         Concat(0, (("_w", 2), ("_v", 2)), "SwiGLU halves"),
-        ["Concat", {"dim": 0, "parts": [["_w", 2], ["_v", 2]], "what": "SwiGLU halves"}],
+        [
+            "Concat",
+            {
+                "dim": 0,
+                "parts": [["_w", 2], ["_v", 2]],
+                "what": "SwiGLU halves",
+                "whole": None,
+            },
+        ],
+    ),
+    (
+        Concat(0, ((".q", 2),), whole=".qkv"),
+        [
+            "Concat",
+            {"dim": 0, "parts": [[".q", 2]], "what": "components", "whole": ".qkv"},
+        ],
     ),
     (
         Interleave(1, 2, ((".q", 2),)),
