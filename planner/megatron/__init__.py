@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `checkpoint` | `save_checkpoint` and `load_checkpoint` |
+| `copies` | word embeddings that a later pipeline stage keeps a copy of |
 | `keys` | the keys of Megatron-LM's `fsdp_dtensor` checkpoints |
 | `names` | names of parameters and experts across ranks, also from integers alone |
 | `shards` | flat optimizer shards of `DistributedOptimizer` over DDP |

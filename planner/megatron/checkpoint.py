@@ -19,11 +19,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardplan.layouts import Grids, LayoutProvider
+from shardplan.layouts import (
+    DEFAULT_LAYOUTS,
+    Grids,
+    LayoutProvider,
+    VocabularyPadding,
+    installed_layouts,
+)
 
 from ..load import LayoutAwareLoadPlanner
 from ..report import LoadReport
 from ..save import LayoutAwareSavePlanner
+from .copies import EmbeddingCopies
 from .keys import FsdpDtensorSavePlanner
 from .shards import ddp_shards
 from .state import (
@@ -36,6 +43,8 @@ from .state import (
 
 # Fields of Megatron's arguments that differ from rank to rank.
 _OF_ONE_RANK = ("rank", "local_rank")
+# Parameters with a row for each word.
+_OF_WORDS = ("*word_embeddings.weight", "*output_layer.weight", "*output_layer.bias")
 
 
 def save_checkpoint(
@@ -49,6 +58,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keys: Literal["fsdp_dtensor", "plain"] = "fsdp_dtensor",
     extra_state: bool = False,
+    vocab_size: int | None = None,
     pg_collection: Any = None,
     grid: Grids | None = None,
     layouts: Iterable[LayoutProvider] | None = None,
@@ -84,6 +94,9 @@ def save_checkpoint(
         keys: `'fsdp_dtensor'` for the keys that Megatron-LM writes and reads; `'plain'` for names
             without wrappers' tokens.
         extra_state: Whether to keep `_extra_state`, which Megatron-LM leaves out.
+        vocab_size: True size of the vocabulary (`tokenizer.vocab_size`). Megatron pads embeddings
+            and output layers by the tensor-parallel size; with this the padding is left out, so
+            that the checkpoint opens at any other. Not for checkpoints that Megatron-LM reads.
         pg_collection: Process groups, by default those that the model carries.
         grid: Plain integers instead of process groups.
         layouts: Providers; the built-in and the installed ones if not given.
@@ -94,9 +107,9 @@ def save_checkpoint(
         CheckpointError: If the ranks do not plan the same checkpoint.
         LayoutError: If a parameter can't be placed.
     """
-    state: dict[str, Any] = dict(model_state(model, extra_state=extra_state))
+    state: dict[str, Any] = dict(model_state(model, extra_state=extra_state, copies=False))
     if optimizer is not None:
-        state.update(optimizer_state(model, optimizer).sections)
+        state.update(optimizer_state(model, optimizer, copies=False).sections)
     state["checkpoint_version"] = 3.0
     if iteration is not None:
         state["iteration"] = iteration
@@ -110,7 +123,7 @@ def save_checkpoint(
         model,
         pg_collection=pg_collection,
         grid=grid,
-        layouts=layouts,
+        layouts=_providers(layouts, vocab_size),
         optimizer_layouts=ddp_shards(model, optimizer),
     )
     writer = FileSystemWriter(path) if storage_writer is None else storage_writer
@@ -118,6 +131,18 @@ def save_checkpoint(
         state, storage_writer=writer, planner=planner, process_group=process_group
     )
     return saved
+
+
+def _providers(
+    layouts: Iterable[LayoutProvider] | None, vocab_size: int | None
+) -> list[LayoutProvider]:
+    """Returns the providers, with what Megatron's embeddings need."""
+    own: list[LayoutProvider] = [EmbeddingCopies()]
+    if vocab_size is not None:
+        own.append(VocabularyPadding(dict.fromkeys(_OF_WORDS, vocab_size)))
+    names = {provider.name for provider in own}
+    known = (*DEFAULT_LAYOUTS, *installed_layouts()) if layouts is None else layouts
+    return [*(provider for provider in known if provider.name not in names), *own]
 
 
 def shared_arguments(args: Any) -> Any:
@@ -155,6 +180,7 @@ def load_checkpoint(
     extra: Mapping[str, Any] | None = None,
     strict: bool = True,
     extra_state: bool = False,
+    vocab_size: int | None = None,
     pg_collection: Any = None,
     grid: Grids | None = None,
     layouts: Iterable[LayoutProvider] | None = None,
@@ -194,6 +220,8 @@ def load_checkpoint(
         extra: Further sections to load, with values of the kind that was saved.
         strict: Whether a key that the checkpoint lacks is an error, or is reported.
         extra_state: Whether to load `_extra_state`.
+        vocab_size: True size of the vocabulary, where it is padded; the padding becomes zero. The
+            checkpoint may have another padding, or none.
         pg_collection: Process groups, by default those that the model carries.
         grid: Plain integers instead of process groups.
         layouts: Providers; the built-in and the installed ones if not given.
@@ -224,7 +252,7 @@ def load_checkpoint(
         model,
         pg_collection=pg_collection,
         grid=grid,
-        layouts=layouts,
+        layouts=_providers(layouts, vocab_size),
         optimizer_layouts=ddp_shards(model, optimizer),
         strict=strict,
         **options,

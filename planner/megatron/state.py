@@ -32,8 +32,10 @@ import torch
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 from shardplan.layouts.megatron_fsdp import version_2_group
+from shardplan.layouts.model import clean_name
 
 from ..compat import local_tensor
+from .copies import copied_names
 
 # Options that say how the grid groups parameters; the live ones stay.
 _OF_THE_GRID = frozenset(("is_expert_parallel",))
@@ -45,7 +47,9 @@ def chunks_of(model: Any) -> list[Any]:
     return list(model) if listed else [model]
 
 
-def model_state(model: Any, *, extra_state: bool = False) -> dict[str, dict[str, Any]]:
+def model_state(
+    model: Any, *, extra_state: bool = False, copies: bool = True
+) -> dict[str, dict[str, Any]]:
     """Returns the model's sections.
 
     Megatron-FSDP puts its sharded parameters in place when it is asked for a state dict, so ask
@@ -54,14 +58,18 @@ def model_state(model: Any, *, extra_state: bool = False) -> dict[str, dict[str,
     Args:
         model: The model, or its virtual pipeline chunks.
         extra_state: Whether to keep `_extra_state`, which Megatron-LM leaves out.
+        copies: Whether to keep a later pipeline stage's copy of the word embeddings.
     """
     chunks = chunks_of(model)
     sections = {}
     for number, chunk in enumerate(chunks):
+        state = _state_of(chunk)
+        copied = frozenset[str]() if copies else copied_names(chunk)
         sections["model" if len(chunks) == 1 else f"model{number}"] = {
             name: value
-            for name, value in _state_of(chunk).items()
-            if extra_state or not name.endswith("_extra_state")
+            for name, value in state.items()
+            if (extra_state or not name.endswith("_extra_state"))
+            and not (copied and clean_name(name) in copied)
         }
     return sections
 
@@ -104,27 +112,34 @@ class OptimizerState:
     members: list[GroupMember]
 
 
-def optimizer_state(model: Any, optimizer: Any) -> OptimizerState:
+def optimizer_state(model: Any, optimizer: Any, *, copies: bool = True) -> OptimizerState:
     """Returns the optimizer's sections; what is in `state` are the live values.
 
     Args:
         model: The model, or its virtual pipeline chunks.
         optimizer: A Megatron optimizer, or torch's.
+        copies: Whether to keep a later pipeline stage's copy of the word embeddings.
 
     Raises:
         CheckpointError: If it optimizes a parameter that the model does not have.
     """
     chunks = chunks_of(model)
     names: dict[int, tuple[int, str]] = {}
+    left_out: set[int] = set()
     for number, chunk in enumerate(chunks):
+        copied = frozenset[str]() if copies else copied_names(chunk)
         for name, parameter in chunk.named_parameters():
             names.setdefault(id(parameter), (number, name))
+            if copied and clean_name(name) in copied:
+                left_out.add(id(parameter))
     found = OptimizerState({}, [])
     unknown = 0
     for part in inner_optimizers(optimizer):
         for parameter, group, state in part.entries():
             if id(parameter) not in names:
                 unknown += 1
+                continue
+            if id(parameter) in left_out:
                 continue
             number, name = names[id(parameter)]
             section = "optimizer" if len(chunks) == 1 else f"optimizer{number}"

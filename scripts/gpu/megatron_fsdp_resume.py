@@ -76,7 +76,7 @@ class Run:
         else:
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        model = hybrid.build(parallel, groups, gdn=(True, True, True, False), hidden=64)
+        model = hybrid.build(parallel, groups, kinds=("gdn", "gdn", "gdn", "attention"), hidden=64)
         # hybrid.build seeds with a constant; other numbers show what a load has really filled.
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

@@ -16,7 +16,8 @@ from megatron.core.transformer import fsdp_dtensor_checkpoint
 from megatron.training import checkpointing
 from torch.distributed.tensor import DTensor
 
-from shardplan.layouts import DEFAULT_LAYOUTS, GDN
+from shardplan.layouts import DEFAULT_LAYOUTS, GDN, Mamba
+from shardplan.layouts import MLADownProjection as MLA
 from shardplan.planner.megatron import load_checkpoint, save_checkpoint
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -30,13 +31,21 @@ class Job:
     """A sharded model with its optimizer; every value says which global element it is."""
 
     def __init__(
-        self, parallel: dict, *, fill: bool, everywhere: bool, flat: bool = False, **changes
+        self,
+        parallel: dict,
+        *,
+        fill: bool,
+        everywhere: bool,
+        flat: bool = False,
+        words: int | None = None,
+        **changes,
     ):
+        self.words = words
         self.slots = (*SLOTS, "master_param") if flat else SLOTS
         self.flat = flat
         self.parallel = Parallel(**parallel)
         self.groups = hybrid.process_groups(self.parallel)
-        bare = hybrid.build(self.parallel, self.groups, **changes)
+        bare = hybrid.make(self.parallel, self.groups, **changes)
         self.config = bare.config
         self.ranks = logical.Ranks(self.groups, bare.config)
         self.model = hybrid.shard(bare, self.parallel, self.groups)
@@ -48,8 +57,18 @@ class Job:
         for name, parameter in self.model.named_parameters():
             yield name.replace("module.", ""), parameter
 
+    def buffers(self):
+        """The buffers that a state dict has."""
+        kept = self.model.state_dict()
+        for name, buffer in self.model.named_buffers():
+            if name.removeprefix("module.") in kept or name in kept:
+                yield name.replace("module.", ""), buffer
+
     def expected(self, name, parameter, salt=""):
         whole = logical.local(name, parameter.orig_param.shape, self.ranks, salt)
+        if self.words is not None and name.split(".")[-2] in ("word_embeddings", "output_layer"):
+            rank = self.ranks.tp[0]
+            whole[max(self.words - rank * len(whole), 0) :] = 0  # padding
         cut = getattr(parameter, "megatron_fsdp_slice", None)
         return whole.flatten() if cut is None else whole.flatten()[cut.start : cut.stop]
 
@@ -80,6 +99,8 @@ class Job:
                 inner.state[parameter] = state
             for group in inner.param_groups:
                 group["lr"] = 0.125 if right else 0.5
+            for name, buffer in self.buffers():
+                buffer.copy_(logical.numbered(name, buffer.shape) if right else -1)
 
     def wrong(self) -> dict[str, int]:
         """Counts elements that are not what they must be, by parameter and slot."""
@@ -99,6 +120,10 @@ class Job:
                     found[f"{name} {slot}"] = count
             if "step" in state and float(state["step"]) != 7.0:
                 found[f"{name} step"] = 1
+        for name, buffer in self.buffers():
+            count = int((buffer != logical.numbered(name, buffer.shape)).sum())
+            if count:
+                found[name] = count
         if any(group["lr"] != 0.125 for group in inner.param_groups):
             found["lr"] = 1
         return found
@@ -120,12 +145,13 @@ class Job:
         return checkpointing.preprocess_fsdp_dtensor_state_dict(arguments, state, wrapped)
 
 
-def layouts(fused: int | None):
-    """The built-in providers, or those for whole Gated DeltaNet projections of so many ranks."""
+def layouts(fused: int | None = None):
+    """The built-in providers, or those for whole projections of so many tensor-parallel ranks."""
     if fused is None:
         return None
-    others = [p for p in DEFAULT_LAYOUTS if not isinstance(p, GDN)]
-    return [*others, GDN(components="fused", fused_over=fused)]
+    others = [make(components="fused", fused_over=fused) for make in (GDN, Mamba, MLA)]
+    names = {provider.name for provider in others}
+    return [*(p for p in DEFAULT_LAYOUTS if p.name not in names), *others]
 
 
 def save_theirs(parallel: dict, path: str, gdn: bool = True, **changes) -> dict:
@@ -148,11 +174,24 @@ def load_theirs(parallel: dict, path: str, gdn: bool = True, **changes) -> dict:
 
 
 def save_ours(
-    parallel: dict, path: str, fused: int | None = None, everywhere: bool = False, **changes
+    parallel: dict,
+    path: str,
+    fused: int | None = None,
+    everywhere: bool = False,
+    keys: str = "fsdp_dtensor",
+    **changes,
 ) -> dict:
     job = Job(parallel, fill=True, everywhere=everywhere, **changes)
     with Calls() as calls:
-        save_checkpoint(job.model, job.optimizer, path, iteration=11, layouts=layouts(fused))
+        save_checkpoint(
+            job.model,
+            job.optimizer,
+            path,
+            iteration=11,
+            layouts=layouts(fused),
+            vocab_size=job.words,
+            keys=keys,
+        )
     return {"collectives": calls.by_name, "states": len(job.optimizer.optimizer.state)}
 
 
@@ -164,7 +203,9 @@ def load_ours(
     if fresh:
         job.optimizer.optimizer.state.clear()
     with Calls() as calls:
-        loaded = load_checkpoint(job.model, job.optimizer, path, layouts=layouts(fused))
+        loaded = load_checkpoint(
+            job.model, job.optimizer, path, layouts=layouts(fused), vocab_size=job.words
+        )
     return {
         "wrong": job.wrong(),
         "iteration": loaded.iteration,

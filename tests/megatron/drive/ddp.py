@@ -1,6 +1,7 @@
-"""Megatron-Core's DistributedOptimizer over DDP: whole weights, flat optimizer shards."""
+"""Megatron-Core's DistributedOptimizer over DDP: whole weights, flat optimizer shards; pipelines."""
 
 import contextlib
+import re
 
 import hybrid
 import logical
@@ -50,23 +51,29 @@ def as_if_on_cuda(fake: bool):
 
 
 class Job:
-    def __init__(self, parallel: dict, *, right: bool, offload: bool = False):
+    def __init__(self, parallel: dict, *, right: bool, offload: bool = False, **changes):
         types_as_on_cuda()
         self.offload = offload
+        self.tied = changes.get("tied", False)
         self.parallel = Parallel(**parallel)
         self.groups = hybrid.process_groups(self.parallel)
-        bare = hybrid.build(
-            self.parallel, self.groups, hidden=24, params_dtype=torch.bfloat16, bf16=True
+        built = hybrid.build(
+            self.parallel, self.groups, hidden=24, params_dtype=torch.bfloat16, bf16=True, **changes
         )
-        self.ranks = logical.Ranks(self.groups, bare.config)
-        self.model = DistributedDataParallel(
-            bare.config,
-            DistributedDataParallelConfig(
-                use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=3000
-            ),
-            Float16Module(bare.config, bare),
-            pg_collection=self.groups,
-        )
+        chunks = built if isinstance(built, list) else [built]
+        self.ranks = logical.Ranks(self.groups, chunks[0].config)
+        wrapped = [
+            DistributedDataParallel(
+                bare.config,
+                DistributedDataParallelConfig(
+                    use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=3000
+                ),
+                Float16Module(bare.config, bare),
+                pg_collection=self.groups,
+            )
+            for bare in chunks
+        ]
+        self.model = wrapped if isinstance(built, list) else wrapped[0]
         settings = OptimizerConfig(
             optimizer="adam",
             lr=1e-3,
@@ -82,10 +89,28 @@ class Job:
         )
         with as_if_on_cuda(offload):
             self.optimizer = get_megatron_optimizer(
-                settings, [self.model], use_gloo_process_groups=False
+                settings, wrapped, use_gloo_process_groups=False
             )
-        self.names = {p: n.replace("module.", "") for n, p in self.model.named_parameters()}
+        self.names = {
+            parameter: self.global_name(
+                name.replace("module.", ""), number, len(bare.decoder.layers)
+            )
+            for number, (bare, chunk) in enumerate(zip(chunks, wrapped, strict=True))
+            for name, parameter in chunk.named_parameters()
+        }
         self.fill(right)
+
+    def global_name(self, name: str, chunk: int, layers: int) -> str:
+        """A parameter's name with its layer counted from the first of the first stage.
+
+        A tied output layer is the word embeddings.
+        """
+        if self.tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        before = (chunk * self.parallel.pp + self.groups.pp.rank()) * layers
+        return re.sub(
+            r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{before + int(m[1])}", name
+        )
 
     def shards(self):
         """Name, parameter, its flat shard, the shard's state and range in the flat parameter."""
@@ -153,9 +178,9 @@ class Job:
         return found
 
 
-def save(parallel: dict, path: str, **options) -> dict:
+def save(parallel: dict, path: str, extra_state: bool = False, **options) -> dict:
     job = Job(parallel, right=True, **options)
-    save_checkpoint(job.model, job.optimizer, path, iteration=3)
+    save_checkpoint(job.model, job.optimizer, path, iteration=3, extra_state=extra_state)
     cut = [
         name
         for name, p, _, _, start, stop in job.shards()
@@ -168,7 +193,12 @@ def save(parallel: dict, path: str, **options) -> dict:
     }
 
 
-def load(parallel: dict, path: str, **options) -> dict:
+def load(parallel: dict, path: str, extra_state: bool = False, **options) -> dict:
     job = Job(parallel, right=False, **options)
-    loaded = load_checkpoint(job.model, job.optimizer, path)
-    return {"wrong": job.wrong(), "iteration": loaded.iteration}
+    loaded = load_checkpoint(job.model, job.optimizer, path, extra_state=extra_state)
+    return {
+        "wrong": job.wrong(),
+        "iteration": loaded.iteration,
+        "names": sorted(job.names.values()),
+        "missing": loaded.report.missing,
+    }

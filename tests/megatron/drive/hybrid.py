@@ -1,4 +1,4 @@
-"""A small hybrid model of real Megatron parts: GDN and attention layers, MoE or dense MLPs."""
+"""Small models of real Megatron parts: attention of each kind, MoE or dense MLPs; Mamba stacks."""
 
 import copy
 import dataclasses
@@ -9,16 +9,31 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +42,11 @@ class Parallel:
 
     Attributes:
         global_ep: Expert-parallel size of Megatron's global grid, where the model's differs.
+        chunks: Virtual pipeline chunks of each stage.
     """
 
+    pp: int = 1
+    chunks: int = 1
     tp: int = 1
     ep: int = 1
     global_ep: int | None = None
@@ -41,6 +59,8 @@ class Parallel:
 def process_groups(parallel: Parallel) -> ProcessGroupCollection:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.chunks if parallel.chunks > 1 else None,
         expert_model_parallel_size=parallel.global_ep or parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         num_distributed_optimizer_instances=parallel.outer,
@@ -69,7 +89,9 @@ def replace_expert_groups(groups, parallel: Parallel) -> None:
                 setattr(groups, name, group)
 
 
-def config(parallel: Parallel, *, layers=2, experts=4, hidden=16, **changes) -> TransformerConfig:
+def config(
+    parallel: Parallel, *, layers=2, experts=4, hidden=16, mla=False, **changes
+) -> TransformerConfig:
     fields = dict(
         num_layers=layers,
         hidden_size=hidden,
@@ -88,6 +110,9 @@ def config(parallel: Parallel, *, layers=2, experts=4, hidden=16, **changes) -> 
         add_bias_linear=False,
         normalization="RMSNorm",
         tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.chunks if parallel.chunks > 1 else None,
+        pipeline_dtype=torch.float32,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         use_cpu_initialization=True,
@@ -105,50 +130,174 @@ def config(parallel: Parallel, *, layers=2, experts=4, hidden=16, **changes) -> 
         linear_num_key_heads=4,
         linear_num_value_heads=8,
         linear_conv_kernel_dim=4,
+        mamba_state_dim=3,
+        mamba_head_dim=4,
+        mamba_num_groups=2,
     )
-    made = TransformerConfig(**{**fields, **changes})
+    if mla:
+        fields |= dict(
+            num_query_groups=4,
+            q_lora_rank=12,
+            kv_lora_rank=6,
+            qk_head_dim=4,
+            qk_pos_emb_head_dim=2,
+            v_head_dim=4,
+            rope_type="rope",
+        )
+    made = (MLATransformerConfig if mla else TransformerConfig)(**{**fields, **changes})
     made.init_model_with_meta_device = False
     return made
 
 
-def build(parallel: Parallel, groups, *, gdn=(True, False), vocabulary=32, **changes):
-    """Returns a GPTModel whose layer i has a Gated DeltaNet where `gdn[i]` says so."""
-    settings = config(parallel, layers=len(gdn), **changes)
-    experts = settings.num_moe_experts
-    layers = []
-    for recurrent in gdn:
-        spec = copy.deepcopy(
-            get_gpt_layer_local_spec(
-                num_experts=experts,
-                moe_grouped_gemm=False,
-                qk_layernorm=True,
-                normalization="RMSNorm",
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+    """Stands for Transformer Engine's, which has a norm's weight beside the linear layer's own.
+
+    Its name is what Megatron-FSDP goes by.
+    """
+
+    def __init__(self, width, *args, **kwargs):
+        super().__init__(width, *args, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(width))
+
+
+class LatentCoreAttention(DotProductAttention):
+    """Megatron's own attention with the arguments that latent attention passes and it lacks."""
+
+    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def layer(kind: str, experts: int | None) -> ModuleSpec:
+    """Returns a transformer layer of Megatron's own parts.
+
+    Args:
+        kind: `attention`, `gdn`, `mla`, `mla fused` (one down-projection) or `mla absorbed` (and
+            the norm before it is part of it).
+        experts: Number of experts, None for a dense MLP.
+    """
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=True,
+            multi_latent_attention=kind.startswith("mla"),
+            normalization="RMSNorm",
+        )
+    )
+    attention = spec.submodules.self_attention
+    if kind.startswith("mla"):
+        attention.submodules.core_attention = LatentCoreAttention
+    if kind == "gdn":
+        spec.submodules.self_attention = ModuleSpec(
+            module=gated_delta_net.GatedDeltaNet,
+            submodules=gated_delta_net.GatedDeltaNetSubmodules(
+                in_proj=ColumnParallelLinear,
+                out_norm=WrappedTorchNorm,
+                out_proj=RowParallelLinear,
+            ),
+        )
+    elif kind in ("mla fused", "mla absorbed"):
+        attention.module = multi_latent_attention.FusedMLASelfAttention
+        attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
+        if kind == "mla absorbed":
+            multi_latent_attention.TELayerNormColumnParallelLinear = TELayerNormColumnParallelLinear
+            attention.submodules.linear_qkv_down_proj = TELayerNormColumnParallelLinear
+            spec.submodules.input_layernorm = IdentityOp
+    return spec
+
+
+def build(
+    parallel: Parallel, groups, *, kinds=("gdn", "attention"), vocabulary=32, tied=False, **changes
+):
+    """Returns a GPTModel with layers of these kinds, in a pipeline the list of its chunks."""
+    settings = config(
+        parallel, layers=len(kinds), mla=any(kind.startswith("mla") for kind in kinds), **changes
+    )
+    torch.manual_seed(1)
+    each = len(kinds) // (parallel.pp * parallel.chunks)
+    stage = groups.pp.rank()
+    made = []
+    for number in range(parallel.chunks):
+        first = (number * parallel.pp + stage) * each
+        last = first + each == len(kinds)
+        block = TransformerBlockSubmodules(
+            layer_specs=[
+                layer(kind, settings.num_moe_experts) for kind in kinds[first : first + each]
+            ],
+            layer_norm=WrappedTorchNorm,
+        )
+        chunk = number if parallel.chunks > 1 else None
+        mtp = None
+        if settings.mtp_num_layers and last:
+            mtp = get_gpt_mtp_block_spec(settings, block, False, vp_stage=chunk)
+        made.append(
+            GPTModel(
+                config=settings,
+                transformer_layer_spec=block,
+                mtp_block_spec=mtp,
+                vocab_size=vocabulary,
+                max_sequence_length=8,
+                pre_process=first == 0,
+                post_process=last,
+                share_embeddings_and_output_weights=tied,
+                position_embedding_type="rope",
+                pg_collection=groups,
+                vp_stage=chunk,
             )
         )
-        if recurrent:
-            spec.submodules.self_attention = ModuleSpec(
-                module=gated_delta_net.GatedDeltaNet,
-                submodules=gated_delta_net.GatedDeltaNetSubmodules(
-                    in_proj=ColumnParallelLinear,
-                    out_norm=WrappedTorchNorm,
-                    out_proj=RowParallelLinear,
+    return made if parallel.pp > 1 else made[0]
+
+
+def build_stack(parallel: Parallel, groups, *, pattern: str, vocabulary=32, **changes):
+    """Returns a HybridModel, `M` for Mamba, `*` for attention, `E` for MoE, `-` for a dense MLP."""
+    hybrid_block.TENorm = WrappedTorchNorm
+    whole = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm").submodules
+    mixture = layer("attention", 4).submodules
+    block = hybrid_block.HybridStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=WrappedTorchNorm,
+                mixer=ModuleSpec(
+                    module=MambaMixer,
+                    submodules=MambaMixerSubmodules(
+                        in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+                    ),
                 ),
-            )
-        layers.append(spec)
-    torch.manual_seed(1)
-    return GPTModel(
-        config=settings,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=layers, layer_norm=WrappedTorchNorm
+                mamba_bda=get_bias_dropout_add,
+            ),
         ),
+        attention_layer=part(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=whole.self_attention,
+            self_attn_bda=get_bias_dropout_add,
+        ),
+        moe_layer=part(
+            pre_mlp_layernorm=WrappedTorchNorm, mlp=mixture.mlp, mlp_bda=get_bias_dropout_add
+        ),
+        mlp_layer=part(
+            pre_mlp_layernorm=WrappedTorchNorm, mlp=whole.mlp, mlp_bda=get_bias_dropout_add
+        ),
+    )
+    torch.manual_seed(1)
+    return HybridModel(
+        config=config(parallel, layers=len(pattern), **changes),
+        hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=block),
         vocab_size=vocabulary,
         max_sequence_length=8,
-        pre_process=True,
-        post_process=True,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
+        hybrid_layer_pattern=pattern,
         pg_collection=groups,
     )
+
+
+def make(parallel: Parallel, groups, **changes):
+    """Returns a HybridModel if a pattern is given, else a GPTModel."""
+    return (build_stack if "pattern" in changes else build)(parallel, groups, **changes)
+
+
+def part(**submodules) -> ModuleSpec:
+    """Returns a transformer layer that has only these submodules."""
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**submodules))
 
 
 class MixedPrecisionWrapper(torch.nn.Module):

@@ -59,6 +59,27 @@ def local(name: str, shape, ranks: Ranks, salt: str = "") -> torch.Tensor:
     if name.endswith("linear_fc1.weight") or name.endswith("linear_fc1.bias"):
         half = shape[0] // 2
         return torch.cat([column("_w", half), column("_v", half)])
+    if ".mixer." in name and re.search(r"\.(in_proj\.weight|conv1d_weight|conv1d_bias)$", name):
+        heads = 2 * config.hidden_size // config.mamba_head_dim
+        inner = heads * config.mamba_head_dim
+        states = config.mamba_num_groups * config.mamba_state_dim
+        parts = {"x": inner, "B": states, "C": states}
+        if ".in_proj." in name:
+            parts = {"z": inner, **parts, "dt": heads}
+        return torch.cat([column("." + part, rows // size) for part, rows in parts.items()])
+    if name.endswith("linear_qkv_down_proj.weight"):  # two projections in one
+        latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        rows = {"linear_q_down_proj": config.q_lora_rank, "linear_kv_down_proj": latent}
+        parts = [
+            numbered(key.replace("linear_qkv_down_proj", one), (count, *shape[1:]))
+            for one, count in rows.items()
+        ]
+        return torch.cat([share(whole, 0, rank, size) for whole in parts])
+    if name.endswith("linear_qkv_down_proj.layer_norm_weight"):
+        return numbered(
+            key.replace("self_attention.linear_qkv_down_proj.layer_norm_", "input_layernorm."),
+            shape,
+        )
     if re.search(r"\.(in_proj|conv1d)\.weight$", name):
         qk = config.linear_key_head_dim * config.linear_num_key_heads
         v = config.linear_value_head_dim * config.linear_num_value_heads
@@ -70,8 +91,10 @@ def local(name: str, shape, ranks: Ranks, salt: str = "") -> torch.Tensor:
     if re.search(r"(linear_fc2|linear_proj|out_proj)\.weight$", name):
         whole = numbered(key, (shape[0], shape[1] * size, *shape[2:]))
         return share(whole, 1, rank, size)
-    if re.search(r"(linear_qkv|word_embeddings|output_layer)\.(weight|bias)$", name) or re.search(
-        r"\.(A_log|dt_bias)$", name
-    ):
+    if re.search(
+        r"(linear_qkv|linear_q_proj|linear_(q|kv)_(down|up)_proj|eh_proj"
+        r"|word_embeddings|output_layer)\.(weight|bias)$",
+        name,
+    ) or re.search(r"\.(A_log|dt_bias|D|mixer\.norm\.weight)$", name):
         return column("", shape[0])
     return numbered(key, shape)

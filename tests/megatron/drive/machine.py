@@ -1,7 +1,8 @@
-"""What stands in for CUDA, triton and flash-linear-attention, so that Megatron runs on a CPU.
+"""What stands in for CUDA, triton and kernels of others, so that Megatron runs on a CPU.
 
-Call in this order: `without_triton()`, `without_fla()`, import torch, `without_cuda()`, import
-Megatron, and after its parallel state is initialised `without_cuda_rng()`.
+Call in this order: `without_triton()`, `without_fla()`, `without_mamba()`, import torch,
+`without_cuda()`, import Megatron, and after its parallel state is initialised
+`without_cuda_rng()`.
 """
 
 import contextlib
@@ -75,6 +76,34 @@ def without_fla() -> None:
     }
     for name, attributes in parts.items():
         vars(install(types.ModuleType("fla" + name))).update(attributes)
+
+
+def without_mamba() -> None:
+    """What a MambaMixer needs to be made: a norm with a weight. Its kernels are never called."""
+    import torch
+
+    def kernel(*args, **kwargs):
+        raise RuntimeError("mamba_ssm and causal_conv1d are not installed")
+
+    class RMSNorm(torch.nn.Module):
+        def __init__(self, size, *, device=None, dtype=None, **options):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+
+    parts = {
+        "causal_conv1d": {"causal_conv1d_fn": kernel},
+        "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": kernel},
+        "mamba_ssm": {},
+        "mamba_ssm.ops": {},
+        "mamba_ssm.ops.triton": {},
+        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm},
+        "mamba_ssm.ops.triton.ssd_combined": {
+            "mamba_chunk_scan_combined": kernel,
+            "mamba_split_conv1d_scan_combined": kernel,
+        },
+    }
+    for name, attributes in parts.items():
+        vars(install(types.ModuleType(name))).update(attributes)
 
 
 class Device(str):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import hybrid
 import torch.distributed as dist
+from bothways import layouts
 from counting import Calls
 from hybrid import Parallel
 from megatron.core.transformer import fsdp_dtensor_checkpoint
@@ -40,7 +41,12 @@ def planned(table) -> dict[str, tuple]:
         for layout in chunk.layouts.values():
             grid = chunk.grids.of(layout.family)
             for frame in layout.frames(grid):
-                boxes = [(list(b.offsets), list(b.sizes)) for b in frame.boxes]
+                boxes = []
+                for box in sorted(frame.boxes):
+                    if boxes and boxes[-1][0][0] + boxes[-1][1][0] == box.offsets[0]:
+                        boxes[-1][1][0] += box.sizes[0]  # parts that lie one after another
+                    else:
+                        boxes.append((list(box.offsets), list(box.sizes)))
                 assert len(boxes) < 2, (layout.fqn, boxes)
                 found[layout.key(frame)] = (list(frame.shape), boxes[0] if boxes else None)
     return found
@@ -83,10 +89,10 @@ def unproved(table) -> list[str]:
     return faults
 
 
-def compare(parallel: dict, **changes) -> dict:
+def compare(parallel: dict, fused: int | None = None, **changes) -> dict:
     parallel = Parallel(**parallel)
     groups = hybrid.process_groups(parallel)
-    model = hybrid.shard(hybrid.build(parallel, groups, **changes), parallel, groups)
+    model = hybrid.shard(hybrid.make(parallel, groups, **changes), parallel, groups)
     dist.barrier()
     with Calls() as theirs:
         start = time.perf_counter()
@@ -94,7 +100,7 @@ def compare(parallel: dict, **changes) -> dict:
         theirs_seconds = time.perf_counter() - start
     with Calls() as ours:
         start = time.perf_counter()
-        table = build_table(model)
+        table = build_table(model, layouts=layouts(fused))
         actual = planned(table)
         ours_seconds = time.perf_counter() - start
     expected = {key.removeprefix("module."): value for key, value in expected.items()}

@@ -29,6 +29,7 @@ def prepare() -> None:
     if WITH_CORE:
         machine.without_triton()
         machine.without_fla()
+        machine.without_mamba()
     else:
         sys.modules["megatron"] = None  # megatron-fsdp by itself
     import torch
