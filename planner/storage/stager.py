@@ -126,15 +126,15 @@ class PinnedStager(AsyncStager):
             tensors = _tensors(state_dict)
             spans, total = _spans(tensors)
             memory = self._hold(total)
-            streams = set()
+            streams: dict[torch.device, Any] = {}
             for span in {id(span): span for span in spans.values()}.values():
-                streams.add(self._copy(memory, span))
-            for stream in streams - {None}:
-                stream.synchronize()
-            staged: dict[int, Any] = {}
-            for tensor in tensors:
-                staged[id(tensor)] = _rebuilt(tensor, spans[id(tensor)], memory.tensor)
+                self._copy(memory, span, streams)
+            staged = {
+                id(tensor): _rebuilt(tensor, spans[id(tensor)], memory.tensor) for tensor in tensors
+            }
             copied: dict[str, Any] = _rewritten(state_dict, staged)
+            for stream in streams.values():
+                stream.synchronize()
             return copied
 
     def _hold(self, nbytes: int) -> HostMemory:
@@ -144,23 +144,23 @@ class PinnedStager(AsyncStager):
             self._memory = HostMemory(nbytes, self._shared)
         return self._memory
 
-    def _copy(self, memory: HostMemory, span: _Span) -> Any:
-        """Begins the copy of a span; returns the stream that it runs on, None if it is done."""
+    def _copy(self, memory: HostMemory, span: _Span, streams: dict[torch.device, Any]) -> None:
+        """Begins the copy of a span, on a stream that is put among `streams`."""
         source = span.source
         target = memory.tensor[span.place : span.place + span.nbytes].view(source.dtype)
         target = target.view(source.shape)
         if not source.is_cuda:
             target.copy_(source)
-            return None
+            return
         device = source.device
-        stream = self._streams.get(device)
+        stream = streams.get(device)
         if stream is None:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._streams[device] = stream
-        stream.wait_stream(torch.cuda.current_stream(device))
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = streams[device] = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        return stream
 
     def synchronize_staging(self) -> None:
         """Has nothing to do: `stage` returns when the copies are done."""
