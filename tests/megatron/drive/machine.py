@@ -165,6 +165,8 @@ def without_cuda() -> None:
         lambda group, device_type="cpu", *args, **kwargs: from_group(group, "cpu", *args, **kwargs)
     )
 
+    _lengths_on_the_host()
+
     def on_cpu(make):
         def made(*args, **kwargs):
             if str(kwargs.get("device", "")).startswith("cuda"):
@@ -175,6 +177,25 @@ def without_cuda() -> None:
 
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _lengths_on_the_host() -> None:
+    """all_to_all_single takes lists; Megatron gives what it would have copied from the device."""
+    import torch
+    import torch.distributed as dist
+
+    real = dist.all_to_all_single
+
+    def on_host(value):
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    def all_to_all_single(output, input, *lengths, **kwargs):
+        named = {
+            key: on_host(value) if "split_sizes" in key else value for key, value in kwargs.items()
+        }
+        return real(output, input, *map(on_host, lengths), **named)
+
+    dist.all_to_all_single = all_to_all_single
 
 
 class NoRngTracker:
