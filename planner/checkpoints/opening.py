@@ -17,8 +17,8 @@ def open_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
 
     | path | format |
     |---|---|
-    | folder with `checkpoint.json` | the library's own |
-    | folder with `.metadata` | stock DCP |
+    | folder with `checkpoint.json`, or that file | the library's own |
+    | folder with `.metadata`, or that file | stock DCP |
     | folder with `*.safetensors`, or one such file | safetensors, Hugging Face |
     | another file | a state dict by `torch.save` |
 
@@ -45,8 +45,13 @@ def open_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
         ]
         hint = f" Did you mean {path / inner[0]}?" if inner else ""
         raise CheckpointError(f"{path}: no checkpoint in this folder (looked for {kinds}).{hint}")
+    if path.name == CHECKPOINT:
+        return OwnCheckpoint(path.parent)
     if path.name == ".metadata":
         return StockCheckpoint(path.parent, trust_pickle=trust_pickle)
+    for folder, mark in ((path.parent.parent, CHECKPOINT), (path.parent, ".metadata")):
+        if (folder / mark).is_file():
+            raise CheckpointError(f"{path}: a part of the checkpoint {folder}. Give that folder.")
     if path.suffix == ".safetensors":
         return SafetensorsFiles(path)
     return TorchFile(path, trust_pickle=trust_pickle)

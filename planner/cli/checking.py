@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..checkpoints.comparing import Difference
 from ..checkpoints.opened import Checkpoint, Fault
-from .output import console, number, plain, say_json, size
+from .output import console, many, number, plain, say_json, size
 
 
 def print_faults(
@@ -39,7 +39,7 @@ def print_faults(
     if len(faults) > limit:
         out.print(f"… and {number(len(faults) - limit)} more (--limit)")
     if faults:
-        out.print(f"[bold red]not sound[/]: {number(len(faults))} faults in {checkpoint.path}")
+        out.print(f"[bold red]not sound[/]: {many(len(faults), 'fault')} in {checkpoint.path}")
         return
     how = "every element once, files whole"
     if checksums and checkpoint.has_checksums:
@@ -50,7 +50,7 @@ def print_faults(
         how += "; checksums not compared"
     keys = len(checkpoint.metadata.state_dict_metadata)
     out.print(
-        f"[bold green]sound[/]: {number(keys)} keys, {size(total)} in {checkpoint.path}: {how}"
+        f"[bold green]sound[/]: {many(keys, 'key')}, {size(total)} in {checkpoint.path}: {how}"
     )
 
 
@@ -97,8 +97,8 @@ def print_differences(
         if len(found) > limit:
             out.print(f"… and {number(len(found) - limit)} more (--limit)")
         kinds = ", ".join(f"{kind} {number(count)}" for kind, count in counts.items())
-        out.print(f"[bold red]different[/]: {kinds}; {number(shared)} keys in both")
+        out.print(f"[bold red]different[/]: {kinds}; {many(shared, 'key')} in both")
         return
     what = f"every value of {size(total)} bit by bit" if values else "keys, shapes and dtypes"
     hint = "" if values else " (values not compared: --values)"
-    out.print(f"[bold green]equal[/]: {number(shared)} keys, {what}{hint}")
+    out.print(f"[bold green]equal[/]: {many(shared, 'key')}, {what}{hint}")

@@ -19,7 +19,7 @@ from rich.tree import Tree
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoints.opened import Checkpoint, nbytes
-from .output import number, size
+from .output import many, number, size
 
 _NUMBER = re.compile(r"\d+")
 
@@ -117,15 +117,15 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 def print_summary(out: Console, facts: dict[str, Any]) -> None:
     """Prints what is known of the whole."""
     dtypes = ", ".join(f"{name} {number(count)}" for name, count in facts["dtypes"].items())
+    between = " to ".join(
+        dict.fromkeys((size(facts["smallest_file"]), size(facts["largest_file"])))
+    )
     out.print(f"[bold]{facts['path']}[/]  ({facts['format']})")
     out.print(
-        f"{number(facts['tensors'])} tensors, {number(facts['objects'])} other values, "
-        f"{number(facts['elements'])} elements ({dtypes or 'none'}), {size(facts['bytes'])}"
+        f"{many(facts['tensors'], 'tensor')}, {many(facts['objects'], 'other value')}, "
+        f"{many(facts['elements'], 'element')} ({dtypes or 'none'}), {size(facts['bytes'])}"
     )
-    out.print(
-        f"{number(facts['chunks'])} chunks in {number(facts['files'])} files of "
-        f"{size(facts['smallest_file'])} to {size(facts['largest_file'])}"
-    )
+    out.print(f"{many(facts['chunks'], 'chunk')} in {many(facts['files'], 'file')} of {between}")
     known = {
         "path", "format", "tensors", "objects", "elements", "bytes", "chunks", "files",
         "bytes_in_files", "largest_file", "smallest_file", "dtypes",

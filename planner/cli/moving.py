@@ -12,7 +12,10 @@ from ..recipes.files import load_recipe
 from ..recipes.numbers import Numbers, read_config
 from ..storage import finalize
 from .options import Checkpoint_, Json, Trust, check_free, opened
-from .output import console, number, progress, say_json, size, stop, verb
+from .output import console, many, progress, say_json, size, stop, verb
+
+# What people expect a single file of some other kind under.
+_OTHERS = (".ckpt", ".gz", ".h5", ".npy", ".npz", ".onnx", ".pkl", ".tar", ".zip")
 
 
 @verb
@@ -34,6 +37,12 @@ def convert_(
 ) -> None:
     """Write a checkpoint in another format: stock DCP, our own, a torch.save file, safetensors."""
     suffixes = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
+    if to is None and out.suffix in _OTHERS:
+        stop(
+            f"{out}: {out.suffix} is no format of a checkpoint, and a folder of that name would "
+            f"look like one. Name the format with --to, or give OUT one of {', '.join(suffixes)}.",
+            as_json=json_,
+        )
     kind = to or suffixes.get(out.suffix, "dcp")
     check_free(out, overwrite)
     with opened(ckpt, trust_pickle) as checkpoint:
@@ -58,7 +67,7 @@ def convert_(
         say_json(facts)
     else:
         console().print(
-            f"{out}: {number(facts['tensors'])} tensors, {number(facts['objects'])} other values, "
+            f"{out}: {many(facts['tensors'], 'tensor')}, {many(facts['objects'], 'other value')}, "
             f"{size(total)} as {kind}"
         )
 
@@ -203,11 +212,11 @@ def _say(
             }
         )
         return
-    text = f"{out}: {number(len(tensors))} tensors, {size(total)} in {number(len(files))} files"
+    text = f"{out}: {many(len(tensors), 'tensor')}, {size(total)} in {many(len(files), 'file')}"
     console().print(text)
     if left:
         shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
-        console().print(f"left over, not written: {number(len(left))} keys ({shown})")
+        console().print(f"left over, not written: {many(len(left), 'key')} ({shown})")
 
 
 def _bytes(text: str) -> int:

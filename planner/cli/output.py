@@ -130,6 +130,15 @@ def number(count: float) -> str:
     return f"{count:,}"
 
 
+def many(count: float, noun: str) -> str:
+    """Returns a number of things; the noun is given in the singular and ends regularly.
+
+    >>> many(1, "file"), many(2000, "key")
+    ('1 file', '2,000 keys')
+    """
+    return f"{number(count)} {noun}{'' if count == 1 else 's'}"
+
+
 def plain(text: str) -> str:
     """Keeps rich from reading `[…]` in a message as markup."""
     return text.replace("[", "\\[")

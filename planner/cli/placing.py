@@ -16,7 +16,7 @@ from . import blocks, chain
 from .drawing import draw_bytes, draw_panels
 from .holders import Panel, find_parameter, locate, of_checkpoint, of_recipe, rank_of
 from .options import Json, Trust, keys_like, opened
-from .output import NO, console, number, plain, say_json, stop, verb
+from .output import NO, console, errors, many, number, plain, say_json, stop, verb
 from .planning import Config, parse_configuration
 
 Source_ = Annotated[
@@ -121,7 +121,7 @@ def _print_boxes(boxes: Any, limit: int) -> None:
 
 
 def _key(checkpoint: Checkpoint, pattern: str) -> str:
-    """Returns the first key that a pattern means.
+    """Returns the first key that a pattern means; says so if there are others.
 
     Raises:
         CheckpointError: If there is none; some that look like it are named.
@@ -129,11 +129,17 @@ def _key(checkpoint: Checkpoint, pattern: str) -> str:
     wanted = keys_like(pattern)
     if pattern in checkpoint.tensors:
         return pattern
-    for key in checkpoint.tensors:
-        if wanted(key):
-            return key
-    checkpoint.tensor(pattern)  # raises, with keys that look like it
-    return pattern
+    found = [key for key in checkpoint.tensors if wanted(key)]
+    if not found:
+        checkpoint.tensor(pattern)  # raises, with keys that look like it
+    if len(found) > 1:
+        others = ", ".join(found[1:4]) + (", …" if len(found) > 4 else "")
+        errors().print(
+            plain(
+                f"{pattern!r} means {many(len(found), 'tensor')}; this is the first. Others: {others}"
+            )
+        )
+    return found[0]
 
 
 def _explain_checkpoint(

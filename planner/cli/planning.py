@@ -15,7 +15,7 @@ from ..recipes.forecast import Forecast, forecast, place
 from ..recipes.parallel import Parallel
 from ..recipes.trial import stock_bytes_per_chunk, time_planning
 from .options import Json
-from .output import NO, console, number, plain, say_json, size, verb
+from .output import NO, console, many, number, plain, say_json, size, verb
 
 Config = Annotated[
     str | None,
@@ -176,8 +176,8 @@ def _print_simulation(recipe: Recipe, result: dict[str, Any]) -> None:
     table.add_column(style="dim")
     table.add_column()
     spread, chunks = result["rank_bytes"], result["rank_chunks"]
-    table.add_row("checkpoint", f"{size(result['bytes'])} in {number(result['files'])} files")
-    table.add_row("on disk", f"{number(result['keys'])} tensors, {number(result['chunks'])} chunks")
+    table.add_row("checkpoint", f"{size(result['bytes'])} in {many(result['files'], 'file')}")
+    table.add_row("on disk", f"{many(result['keys'], 'tensor')}, {many(result['chunks'], 'chunk')}")
     table.add_row(
         "each rank writes",
         f"{size(spread['least'])} to {size(spread['most'])}, {size(spread['mean'])} on average; "

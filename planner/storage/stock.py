@@ -120,7 +120,10 @@ def finalize(path: str | os.PathLike[str]) -> bool:
     files = files_at(path)
     commit = read_commit(files)
     if commit is None:
-        raise CheckpointError(f"{files.root}: no complete checkpoint: there is no {CHECKPOINT}")
+        why = f"there is no {CHECKPOINT}, which a save of SafetensorsWriter ends with"
+        if files.read(METADATA) is not None:
+            why = f"its {METADATA} is there already, and no {CHECKPOINT}: stock DCP wrote it"
+        raise CheckpointError(f"{files.root}: no complete checkpoint to finalize: {why}")
     with without_gc():
         stages, _ = read_stages(files, commit)
         origins: Origins = {}

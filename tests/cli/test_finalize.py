@@ -30,4 +30,13 @@ def test_stock_opens_what_was_saved_for_it(tmp_path, stock):
 def test_a_folder_without_a_checkpoint_is_no_answer(tmp_path):
     answer = shardplan("finalize", tmp_path)
     assert 2 == answer.status
-    assert "no complete checkpoint" in answer.err
+    assert "no complete checkpoint to finalize: there is no checkpoint.json" in answer.err
+
+
+def test_a_stock_checkpoint_needs_no_finalize(tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "stock")
+    before = (tmp_path / "stock" / ".metadata").read_bytes()
+    answer = shardplan("finalize", tmp_path / "stock")
+    assert 2 == answer.status
+    assert "stock DCP wrote it" in answer.err
+    assert before == (tmp_path / "stock" / ".metadata").read_bytes()

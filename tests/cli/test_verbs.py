@@ -51,7 +51,7 @@ def test_inspect_groups_keys_by_number(stock):
     answer = shardplan("inspect", stock, "--table")
     assert 0 == answer.status
     assert "6 tensors, 3 other values, 80 elements (float32 76, bfloat16 4), 312 B" in answer.out
-    assert "6 chunks in 1 files" in answer.out
+    assert "6 chunks in 1 file " in answer.out
     assert "step: 40" in answer.out
     line = next(line for line in answer.out.splitlines() if "model.layers" in line)
     assert ["model.layers.{0..2}.w", "float32", "[6,", "4]", "3", "3", "288", "B"] == line.split()
@@ -146,7 +146,7 @@ def test_verify_truncated_and_missing_file(stock):
     answer = shardplan("verify", stock)
     assert 1 == answer.status
     assert "__0_0.distcp: the file is missing; 9 parts lie in it" in answer.out
-    assert "not sound: 1 faults" in answer.out
+    assert "not sound: 1 fault in" in answer.out
 
 
 def test_verify_finds_a_hole(stock):
@@ -258,6 +258,35 @@ def test_convert_to_safetensors_needs_leave_to_drop_objects(stock, tmp_path):
     assert 0 == shardplan("convert", stock, out, "--tensors-only").status
     assert torch.equal(state()["model"]["layers.2.w"], load_file(out)["model.layers.2.w"])
     assert ["out.safetensors", "stock"] == sorted(os.listdir(tmp_path))
+
+
+def test_convert_does_not_make_a_folder_that_looks_like_an_archive(stock, tmp_path):
+    answer = shardplan("convert", stock, tmp_path / "all.zip")
+    assert 2 == answer.status and "Name the format with --to" in answer.err
+    assert not (tmp_path / "all.zip").exists()
+    assert 0 == shardplan("convert", stock, tmp_path / "all.zip", "--to", "torch").status
+
+
+def test_a_part_of_a_checkpoint_is_no_checkpoint(stock, tmp_path):
+    assert 0 == shardplan("convert", stock, tmp_path / "own", "--to", "shardplan").status
+    parts = [*tmp_path.glob("own/*/*"), *stock.glob("*.distcp")]
+    assert {".safetensors", ".json", ".distcp"} == {part.suffix for part in parts}
+    for part in parts:
+        answer = shardplan("verify", part)
+        assert 2 == answer.status
+        assert (
+            f"a part of the checkpoint {tmp_path}" in answer.err
+            and "Give that folder" in answer.err
+        )
+    assert 0 == shardplan("verify", tmp_path / "own" / "checkpoint.json").status
+    assert 0 == shardplan("verify", stock / ".metadata").status
+
+
+def test_explain_says_that_a_part_of_a_name_means_several_tensors(stock):
+    answer = shardplan("explain", stock, "-p", "layers")
+    assert 0 == answer.status
+    assert "'layers' means 3 tensors; this is the first. Others: model.layers.1.w" in answer.err
+    assert not shardplan("explain", stock, "-p", "layers.1").err
 
 
 def test_convert_does_not_overwrite(stock, tmp_path):
