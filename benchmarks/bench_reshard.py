@@ -3,9 +3,10 @@
     scripts/launch/torchrun_local.sh -n 8 benchmarks/bench_reshard.py --out FILE
 
 All ranks save; some of them load. Every load is cold. Bytes are those that system calls returned
-from files, headers and metadata included; what a reader takes through memory maps can't be counted
-so, and shows in the time alone. With fewer processes than eight the numbers of ranks shrink in
-proportion.
+from files; what a reader takes through memory maps can't be counted so, and shows in the time alone.
+`SafetensorsReader` tells which of its bytes were what: tensors, headers with tables of checksums and
+manifest, and what was read for checksums alone. With fewer processes than eight the numbers of ranks
+shrink in proportion.
 
 | way | saved by | loaded by |
 |---|---|---|
@@ -40,6 +41,10 @@ from torch.distributed.checkpoint.hf_storage import (
 
 from shardplan.planner import SafetensorsReader, SafetensorsWriter
 
+# What is counted in bytes: what system calls returned and the disk gave; of that, where it is known,
+# headers and manifest, what was read for checksums alone, and what no checksum covers.
+_COUNTED = ("calls", "disk", "headers", "checks", "unchecked")
+
 # What is saved under, what is loaded under, with the number of ranks of eight.
 CHANGES = (
     (Placement("rows", 8), Placement("rows", 8)),
@@ -70,8 +75,13 @@ def save(way: str, placed: Placed, path: Path) -> None:
         dcp.save(placed.dtensor_state(), storage_writer=writer)
 
 
-def load(way: str, placed: Placed, path: Path) -> None:
-    """Loads in one of the ways; called by the ranks that take part."""
+def load(way: str, placed: Placed, path: Path) -> dict[str, int]:
+    """Loads in one of the ways; called by the ranks that take part.
+
+    Returns:
+        How many bytes the reader says were headers and manifest, and how many were read for
+        checksums alone; nothing where it does not say.
+    """
     reader: Any = dcp.FileSystemReader(path)
     state, planner = placed.local_state(), None
     if way.startswith("own"):
@@ -83,6 +93,14 @@ def load(way: str, placed: Placed, path: Path) -> None:
         state = placed.dtensor_state()
         reader = HuggingFaceStorageReader(str(path)) if way == "stock-hf" else reader
     dcp.load(state, storage_reader=reader, planner=planner, process_group=placed.group)
+    if not isinstance(reader, SafetensorsReader):
+        return {}
+    stats = reader.stats
+    return {
+        "headers": stats.headers + stats.manifest,
+        "checks": stats.read - stats.needed,
+        "unchecked": stats.unchecked,
+    }
 
 
 def able(way: str, source: Placed, target: Placed) -> bool:
@@ -125,7 +143,8 @@ class Bench:
             needed = self.placed(target).needed
             total = needed * target.scaled(self._team.ranks).ranks
             mapped = way == "stock-hf"
-            read = max(r["calls"] for r in rounds)
+            most = {name: max(r[name] for r in rounds) for name in _COUNTED}
+            own = way.startswith("own")
             self.results.add(
                 kind="reshard",
                 way=way,
@@ -133,9 +152,13 @@ class Bench:
                 target=str(target.scaled(self._team.ranks)),
                 seconds=spread([r["seconds"] for r in rounds]),
                 needed_bytes=total,
-                read_bytes=None if mapped else read,
-                read_to_needed=None if mapped else read / total,
-                disk_bytes=max(r["disk"] for r in rounds),
+                read_bytes=None if mapped else most["calls"],
+                read_to_needed=None if mapped else most["calls"] / total,
+                header_bytes=most["headers"] if own else None,
+                check_bytes=most["checks"] if own else None,
+                unchecked_bytes=most["unchecked"] if own else None,
+                tensors_to_needed=(most["calls"] - most["headers"]) / total if own else None,
+                disk_bytes=most["disk"],
             )
 
     def _from(self, source: Placement) -> None:
@@ -172,7 +195,7 @@ class Bench:
             if placed.member:
                 before = bytes_read()
                 with Reads() as reads:
-                    load(way, placed, path)
+                    read.update(load(way, placed, path))
                 read["calls"] = reads.nbytes
                 read["disk"] = bytes_read() - before
 
@@ -181,10 +204,11 @@ class Bench:
         if error:
             self._lost(way, source, target, error)
             return
-        sums = self._team.sums(read.get("calls", 0), read.get("disk", 0))
+        sums = dict(
+            zip(_COUNTED, self._team.sums(*(read.get(n, 0) for n in _COUNTED)), strict=True)
+        )
         if number >= 0:
-            known = {"seconds": outcome.seconds, "calls": sums[0], "disk": sums[1]}
-            self._seen[way, source, target].append(known)
+            self._seen[way, source, target].append({"seconds": outcome.seconds, **sums})
 
     def _wrong(self, placed: Placed) -> str | None:
         wrong = int(self._team.highest(placed.wrong() if placed.member else 0)[0])
@@ -226,6 +250,9 @@ def main() -> None:
                 "target": "loaded under",
                 "way": "way",
                 "read_to_needed": "bytes read ÷ needed",
+                "tensors_to_needed": "without headers",
+                "header_bytes": "headers, manifest",
+                "check_bytes": "for checksums alone",
                 "seconds": "seconds",
             }
             bench.results.table("Loads under another layout, cold", columns, kind="reshard")

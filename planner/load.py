@@ -124,6 +124,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             self._saved, self._table.grids, self._policies, self.report, self._delivery
         )
         self._twins = Twins()
+        self._apart: set[tuple[int | None, torch.Size]] = set()  # items that no view can show
         self._left = 0
 
     def set_up_planner(
@@ -252,6 +253,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         shown = view(target.tensor, self._part(target, read_item))
         if shown is not None:
             return shown
+        self._apart.add((read_item.dest_index.index, read_item.dest_offsets))
         local = local_tensor(target.tensor)
         return torch.empty(read_item.lengths, dtype=local.dtype, device=local.device)
 
@@ -259,9 +261,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         """Takes the tensor that `resolve_tensor` gave, filled."""
         target = self._target(read_item)
         assert target.tensor is not None  # read items of tensors have one
-        part = self._part(target, read_item)
-        if view(target.tensor, part) is None:
-            write_back(target.tensor, part, tensor)
+        if self._apart and (read_item.dest_index.index, read_item.dest_offsets) in self._apart:
+            write_back(target.tensor, self._part(target, read_item), tensor)
         self._delivery.deliver(target, target.tensor)
         self._done()
 
@@ -304,6 +305,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
     def _part(target: Target, read_item: ReadItem) -> Box:
         box = target.box
         assert box is not None  # read items of tensors have one
+        if read_item.lengths == box.sizes:
+            return box
         start = box.start + sum(
             o * s for o, s in zip(read_item.dest_offsets, box.strides, strict=True)
         )

@@ -25,9 +25,9 @@ from ..storage.files import files_at
 from ..storage.join import read_stages
 from ..storage.owners import Owners
 from ..storage.plain import from_plain
-from ..storage.segments import Part
 from ..storage.stats import Stats
 from ..storage.sums import BLOCK, block_sum, chunk_sum
+from ..storage.wanted import Part
 from ..without_gc import without_gc
 from .arrays import Array
 from .files import Files

@@ -48,9 +48,9 @@ class Meeting(NamedTuple):
 
     chunk: int
     chunk_offsets: torch.Size
-    storage_offsets: Shape
-    dest_offsets: Shape
-    sizes: Shape
+    storage_offsets: torch.Size
+    dest_offsets: torch.Size
+    sizes: torch.Size
 
 
 class StoredInParts(Mapping[str, Stored]):
@@ -161,13 +161,7 @@ class Saved:
         index = self._indexes.get(id(stored.chunks))
         if index is None:
             index = self._indexes[id(stored.chunks)] = _ChunkIndex(stored.chunks)
-        found = index.meetings(offsets, sizes)
-        if sum(math.prod(m.sizes) for m in found) == math.prod(sizes) and len(found) < 2:
-            return found, []
-        faults = tiling_faults(
-            sizes, ((m.dest_offsets, m.sizes) for m in found), offsets, "no chunk"
-        )
-        return found, faults
+        return index.fill(offsets, sizes)
 
 
 class _ChunkIndex:
@@ -175,6 +169,7 @@ class _ChunkIndex:
 
     def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
         self._chunks = chunks
+        self._known: dict[tuple[Shape, Shape], tuple[list[Meeting], list[str]]] = {}
         ndim = len(chunks[0].offsets) if chunks else 0
         self._dim = max(
             range(ndim), key=lambda d: len({c.offsets[d] for c in chunks}), default=None
@@ -197,6 +192,17 @@ class _ChunkIndex:
         last = bisect_left(self._starts, start + sizes[self._dim])
         return self._order[first:last]
 
+    def fill(self, offsets: Shape, sizes: Shape) -> tuple[list[Meeting], list[str]]:
+        """Returns the parts of chunks that fill a box, and what of it no chunk has."""
+        known = self._known.get((offsets, sizes))
+        if known is None:
+            found, faults = self.meetings(offsets, sizes), []
+            if len(found) > 1 or sum(m.sizes.numel() for m in found) != math.prod(sizes):
+                parts = ((m.dest_offsets, m.sizes) for m in found)
+                faults = tiling_faults(sizes, parts, offsets, "no chunk")
+            known = self._known[offsets, sizes] = (found, faults)
+        return known
+
     def meetings(self, offsets: Shape, sizes: Shape) -> list[Meeting]:
         """Returns the parts of chunks that lie in a box."""
         found = []
@@ -214,9 +220,9 @@ class _ChunkIndex:
                     Meeting(
                         number,
                         chunk.offsets,
-                        tuple(a - b for a, b in zip(starts, chunk.offsets, strict=True)),
-                        tuple(a - b for a, b in zip(starts, offsets, strict=True)),
-                        extent,
+                        torch.Size(a - b for a, b in zip(starts, chunk.offsets, strict=True)),
+                        torch.Size(a - b for a, b in zip(starts, offsets, strict=True)),
+                        torch.Size(extent),
                     )
                 )
         return found

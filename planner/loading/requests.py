@@ -5,6 +5,7 @@
 | `Requests` | the read items of one load, their targets, and what does not fit |
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,10 +18,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from shardplan.layouts import CheckpointError, Grids, Layout, Unpad
+from shardplan.layouts import CheckpointError, Grid, Grids, Layout, Unpad
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Box, Frame, contiguous_strides
+from shardplan.layouts.stages import Stage
 from shardplan.layouts.variants import variants
 
 from ..compat import local_tensor
@@ -94,20 +96,31 @@ class Requests:
         self.faults: list[str] = []
         self.empty: list[str] = []
         self.rank_prefixes: list[str] = []
+        self._frames: dict[tuple[int, Grid], tuple[tuple[Stage, ...], tuple[Frame, ...]]] = {}
 
     def form(self, held: Holding, grids: Grids) -> Form:
         """Returns the form of a parameter that the checkpoint has, its own if it has none."""
         grid = grids.of(held.layout.family)
-        own: Form | None = None
-        for layout in variants(held.layout, grid):
-            frames = evaluate(layout.stages, grid, layout.fqn)
-            keys = [held.kind.place.key(layout.key(frame)) for frame in frames]
-            form = Form(layout, frames, keys, [self._saved.key(key) for key in keys])
+        own = self._form(held.layout, held.kind.place, grid)
+        if any(own.found):
+            return own
+        for layout in itertools.islice(
+            variants(held.layout, grid), 1, None
+        ):  # the first is its own
+            form = self._form(layout, held.kind.place, grid)
             if any(form.found):
                 return form
-            own = own or form
-        assert own is not None  # the first variant is the layout itself
         return own
+
+    def _form(self, layout: Layout, place: Place, grid: Grid) -> Form:
+        ident = (id(layout.stages), grid)
+        known = self._frames.get(ident)
+        if known is None:
+            frames = evaluate(layout.stages, grid, layout.fqn)
+            # The stages are kept so that nothing else gets their id.
+            known = self._frames[ident] = (layout.stages, frames)
+        keys = [place.key(layout.key(frame)) for frame in known[1]]
+        return Form(layout, known[1], keys, [self._saved.key(key) for key in keys])
 
     def shard(self, held: Holding, tensor: torch.Tensor, grids: Grids) -> None:
         """Plans the reads that fill what a rank holds of a parameter."""
@@ -185,6 +198,8 @@ class Requests:
             )
             return False
         size = tuple(stored.size)
+        if size == shape:
+            return self._converts(key, stored.properties.dtype, dtype)
         padded = () if self._saved.unpadded(key) else padding
         same = len(size) == len(shape) and all(
             a == b or (d in padded and a > b)
@@ -238,10 +253,10 @@ class Requests:
                 ReadItem(
                     LoadItemType.TENSOR,
                     dest,
-                    torch.Size(meeting.dest_offsets),
+                    meeting.dest_offsets,
                     MetadataIndex(key, meeting.chunk_offsets, meeting.chunk),
-                    torch.Size(meeting.storage_offsets),
-                    torch.Size(meeting.sizes),
+                    meeting.storage_offsets,
+                    meeting.sizes,
                 )
             )
 

@@ -23,6 +23,8 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
     if local.is_conj() or local.is_neg():
         return None
     if local.is_contiguous():
+        if local.shape == box.sizes and not box.start:
+            return local  # all of it
         return local.as_strided(box.sizes, box.strides, local.storage_offset() + box.start)
     shape = tuple(local.shape)
     strides = contiguous_strides(shape)

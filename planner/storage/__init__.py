@@ -6,11 +6,11 @@
 | `session`, `commit`, `join`, `claims` | how ranks end a save together, and what makes it complete |
 | `part`, `plain`, `header`, `dtypes`, `sums` | the format: manifest, Python values, data file |
 | `catalogue`, `index`, `keys` | what a checkpoint holds, read part by part as it is asked for |
-| `reader`, `owners`, `datafile`, `segments`, `fetch`, `checks`, `shared` | `SafetensorsReader` |
+| `reader`, `owners`, `datafile`, `wanted`, `segments`, `fetch`, `checks`, `shared` | `SafetensorsReader` |
 | `stats` | what a load read |
 | `stock` | `finalize`, for tools that read stock DCP |
 | `stager` | `PinnedStager`, for asynchronous saves |
-| `files`, `buffers` | where files lie, and host memory of bounded size |
+| `place`, `files`, `remote`, `buffers` | where files lie, and host memory of bounded size |
 
 The format is described in FORMAT.md.
 """

@@ -6,14 +6,12 @@
 """
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardplan.layouts import CheckpointError
 
 from .sums import BLOCK, block_count, block_sum, chunk_sum
-
-if TYPE_CHECKING:
-    from .segments import Part
+from .wanted import Part
 
 
 class Check:
@@ -27,12 +25,13 @@ class Check:
 
     __slots__ = ("_left", "_lock", "_part", "_sums", "_table")
 
-    def __init__(self, part: "Part", table: bytes | None = None) -> None:
+    def __init__(self, part: Part, table: bytes | None = None) -> None:
         self._part = part
-        self._table = table
-        self._sums = [b""] * block_count(part.nbytes) if table is None else []
-        self._left = len(self._sums)
-        self._lock = threading.Lock()
+        self._table = part.total if table is None and part.nbytes <= BLOCK else table
+        if self._table is None:
+            self._sums = [b""] * block_count(part.nbytes)
+            self._left = len(self._sums)
+            self._lock = threading.Lock()
 
     def run(self, start: int, memory: Any) -> None:
         """Checks blocks that are whole, the chunk's last one excepted.
@@ -55,7 +54,9 @@ class Check:
                 if done and chunk_sum(self._sums) != self._part.total:
                     raise _damaged(self._part.where)
             elif found != self._table[8 * block : 8 * block + 8]:
-                raise _damaged(f"{self._part.where}, bytes from {block * BLOCK} on")
+                where = self._part.where
+                one = self._part.nbytes <= BLOCK
+                raise _damaged(where if one else f"{where}, bytes from {block * BLOCK} on")
             block += 1
 
 

@@ -17,12 +17,9 @@ from .commit import Commit, data_name
 from .dtypes import stored_form
 from .files import Files
 from .header import SUMS, VALUES, Header, chunk_name, header_length, parse_header
-from .segments import Part
 from .stats import Stats
 from .sums import block_count
-
-# Headers of most files come with the first read.
-_FIRST_READ = 64 << 10
+from .wanted import Part
 
 
 class DataFile:
@@ -33,6 +30,8 @@ class DataFile:
         commit: What it says of its ranks.
         place: Place of the rank that wrote the file.
         stats: Counts what is read.
+        expected: How long its header with its length may be, in bytes: files of one save have
+            headers of nearly one length.
 
     Attributes:
         where: Its name with the checkpoint's, for errors.
@@ -44,14 +43,16 @@ class DataFile:
         CheckpointError: If it is missing, damaged, of another save or of a newer version.
     """
 
-    def __init__(self, files: Files, commit: Commit, place: int, stats: Stats) -> None:
+    def __init__(
+        self, files: Files, commit: Commit, place: int, stats: Stats, expected: int = 0
+    ) -> None:
         name = data_name(commit.save, place, commit.ranks)
         self.where = f"{files.root}/{name}"
         self.rank = commit.rank(place)
         self.file = files.open(name)
         self._stats = stats
         try:
-            self.header = self._read_header()
+            self.header = self._read_header(expected)
             told = self.header.facts
             if (told.get("save"), told.get("place")) != (commit.save, place):
                 raise CheckpointError(
@@ -64,14 +65,14 @@ class DataFile:
             raise
         stats.files += 1
 
-    def _read_header(self) -> Header:
+    def _read_header(self, expected: int) -> Header:
         size = self.file.nbytes
-        first = self._pull(0, min(_FIRST_READ, size))
+        first = self._pull(0, min(max(expected, self.file.least_read), size))
         length = header_length(self.where, first[:8], size)
         text = first[8 : 8 + length]
         if len(text) < length:
             text += self._pull(8 + len(text), length - len(text))
-        self._stats.headers += 8 + length
+        self._stats.headers += max(len(first), 8 + length)
         return parse_header(self.where, text, size)
 
     def _pull(self, position: int, nbytes: int) -> bytes:
@@ -107,10 +108,17 @@ class DataFile:
                 f"{self.where}: {name} has dtype {entry.code} and shape {entry.shape}, but the "
                 f"manifest says {dtype} and {sizes} (rank {self.rank})"
             )
-        where = f"{self.where}: {key} at {tuple(chunk.offsets)} (rank {self.rank})"
-        position = self.header.data_start + entry.start
-        total = self.header.sums.get(name, b"")
-        return name, Part(where, position, sizes, dtype, total, self.header.table.get(name))
+        header = self.header
+        part = Part(
+            (self.where, key, chunk.offsets, self.rank),
+            header.data_start + entry.start,
+            entry.stop - entry.start,
+            sizes,
+            dtype,
+            header.sums.get(name, b""),
+            header.table.get(name),
+        )
+        return name, part
 
     def table_of(self, part: Part) -> bytes:
         """Returns the checksums of a chunk's blocks."""
@@ -128,10 +136,9 @@ class DataFile:
         raw = self._pull(self.header.data_start + entry.start, entry.stop - entry.start)
         self._stats.headers += len(raw)
         if verify:
-            where = f"{self.where}: Python values (rank {self.rank})"
-            sizes = (len(raw),)
-            part = Part(where, 0, sizes, torch.uint8, self.header.sums.get(VALUES, b""))
-            Check(part).run(0, raw)
+            name, nbytes = (self.where, "Python values", None, self.rank), len(raw)
+            total = self.header.sums.get(VALUES, b"")
+            Check(Part(name, 0, nbytes, (nbytes,), torch.uint8, total)).run(0, raw)
         try:
             values = json.loads(raw)
         except (ValueError, RecursionError) as error:

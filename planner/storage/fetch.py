@@ -22,13 +22,18 @@ from shardplan.layouts import CheckpointError
 from shardplan.layouts.slab import flat_boxes
 
 from .buffers import Buffer, Buffers, Copies, memory_of
-from .files import InFile
-from .segments import Part, Range, Rows, Want, runs_of
+from .place import InFile
+from .segments import Range, Rows, runs_of
 from .stats import Stats
+from .sums import BLOCK
+from .wanted import Part, Want
 
-# Segments up to this size share a buffer; more than so many at once would wait too long.
+# Segments up to this size share a buffer; more bytes or segments at once would wait too long.
 GATHERED = 256 << 10
-_TOGETHER = 2048
+_TOGETHER = 4 << 20
+_MOST = 2048
+# What is read where it belongs is read so much at a time and checked while it is in the cache.
+_PIECE = 4 * BLOCK
 
 Segment = Range | Rows
 
@@ -51,6 +56,7 @@ class Fetch:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardplan-read")
         self._running: deque[tuple[Future[tuple[int, int]], list[Part]]] = deque()
         self._synced: set[torch.device] = set()
+        self._together = min(buffers.size, _TOGETHER)
 
     def __enter__(self) -> "Fetch":
         return self
@@ -84,8 +90,9 @@ class Fetch:
             if direct is not None:
                 self._submit(file, where, [(segment, 0)], direct)
                 continue
-            used = -(-used // part.dtype.itemsize) * part.dtype.itemsize
-            if batch and (used + nbytes > self._buffers.size or len(batch) >= _TOGETHER):
+            itemsize = part.dtype.itemsize
+            used = -(-used // itemsize) * itemsize
+            if batch and (used + nbytes > self._together or len(batch) >= _MOST):
                 self._submit(file, where, batch)
                 batch, used = [], 0
             batch.append((segment, used))
@@ -158,7 +165,9 @@ class Fetch:
     ) -> tuple[int, int]:
         """Reads, checks and spreads a batch; returns how many reads and bytes that took."""
         try:
-            memory = buffer.memory if buffer is not None else direct
+            if buffer is None:
+                return _read_direct(file, where, batch[0][0], direct)
+            memory = buffer.memory
             reads = _read(file, where, batch, memory)
             copies = Copies()
             total = 0
@@ -167,8 +176,7 @@ class Fetch:
                 total += nbytes
                 if isinstance(segment, Range) and segment.check is not None:
                     segment.check.run(segment.start, memory[at : at + nbytes])
-                if buffer is not None:
-                    _spread(segment, buffer, at, nbytes, copies)
+                _spread(segment, buffer, at, nbytes, copies)
             for event in copies.mark():
                 event.synchronize()
             return reads, total
@@ -201,24 +209,44 @@ def _direct(segment: Segment) -> Any:
     return memory_of(target)[segment.start - run.start : segment.stop - run.start]
 
 
+def _read_direct(file: InFile, where: str, segment: Segment, memory: Any) -> tuple[int, int]:
+    """Reads and checks what belongs into memory as it is; returns how many reads and bytes."""
+    if isinstance(segment, Rows):
+        return _pull_rows(file, where, segment, memory), len(memory)
+    position, check = segment.part.position + segment.start, segment.check
+    step = len(memory) if check is None else _PIECE
+    for at in range(0, len(memory), step):
+        piece = memory[at : at + step]
+        _pull(file, where, piece, position + at)
+        if check is not None:
+            check.run(segment.start + at, piece)
+    return -(-len(memory) // step), len(memory)
+
+
 def _read(file: InFile, where: str, batch: Sequence[tuple[Segment, int]], memory: Any) -> int:
     """Reads a batch's bytes, adjacent ranges with one call; returns the number of calls."""
     reads = 0
     begin, end, place = 0, 0, 0
     for segment, at in batch:
-        position = segment.part.position
-        if isinstance(segment, Range):
-            ranges: Iterable[tuple[int, int]] = ((segment.start, segment.stop - segment.start),)
-        else:
-            ranges = ((start, segment.nbytes) for start in segment.starts)
-        for start, nbytes in ranges:
-            first = position + start
-            if first != end or at != place + end - begin:
-                reads += _pull(file, where, memory[place : place + end - begin], begin)
-                begin, place = first, at
-            end = first + nbytes
-            at += nbytes
+        if isinstance(segment, Rows):
+            rows = memory[at : at + _nbytes(segment)]
+            reads += _pull_rows(file, where, segment, rows)
+            continue
+        first = segment.part.position + segment.start
+        if first != end or at != place + end - begin:
+            reads += _pull(file, where, memory[place : place + end - begin], begin)
+            begin, place = first, at
+        end = first + segment.stop - segment.start
     return reads + _pull(file, where, memory[place : place + end - begin], begin)
+
+
+def _pull_rows(file: InFile, where: str, rows: Rows, memory: Any) -> int:
+    position = rows.part.position
+    starts = [position + start for start in rows.starts]
+    count = file.read_runs(memory, rows.nbytes, starts)
+    if count != len(memory):
+        raise _truncated(where, starts[count // rows.nbytes], rows.nbytes)
+    return len(starts)
 
 
 def _pull(file: InFile, where: str, memory: Any, position: int) -> int:
@@ -226,11 +254,15 @@ def _pull(file: InFile, where: str, memory: Any, position: int) -> int:
         return 0
     count = file.read_into(memory, position)
     if count != len(memory):
-        raise CheckpointError(
-            f"{where}: ends at byte {position + count}, but bytes up to {position + len(memory)} "
-            "are needed. The file was truncated; load another checkpoint."
-        )
+        raise _truncated(where, position + count, len(memory) - count)
     return 1
+
+
+def _truncated(where: str, end: int, needed: int) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: ends at byte {end}, but bytes up to {end + needed} are needed. The file was "
+        "truncated; load another checkpoint."
+    )
 
 
 def _spread(segment: Segment, buffer: Buffer, at: int, nbytes: int, copies: Copies) -> None:

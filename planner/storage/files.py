@@ -1,108 +1,25 @@
-"""Where a checkpoint's files lie, and what can be done with them there.
+"""Where a checkpoint's files lie: a folder of a POSIX file system, or what a URL names.
 
 | name | is |
 |---|---|
-| `Files` | what the writer and the reader need of a place |
-| `LocalFiles` | a folder of a POSIX file system |
 | `files_at` | the place that a path or URL names |
-
-Names are relative to the checkpoint, with `/` between folders, and are made by this library:
-nothing that a checkpoint's files say is used as one.
+| `LocalFiles` | a folder of a POSIX file system |
+| `opened` | a data file for the time of a `with` block |
 """
 
 import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardplan.layouts import CheckpointError
 
-SMALL_FILE = 64 << 20
+from .place import SMALL_FILE, Files, InFile, OutFile
 
-
-class OutFile(Protocol):
-    """A data file that is being written; nobody sees it before `publish`.
-
-    Attributes:
-        in_order: Whether bytes must come one after another, from the first on.
-    """
-
-    in_order: bool
-
-    def write(self, data: Any, position: int) -> None:
-        """Writes all of `data` at a position."""
-
-    def sync(self) -> None:
-        """Returns once all that was written is on the disk."""
-
-    def publish(self, name: str) -> None:
-        """Makes the file appear under its name; may be called again with another name."""
-
-    def discard(self) -> None:
-        """Removes what is left of the file apart from what was published."""
-
-
-class InFile(Protocol):
-    """A data file that is being read; threads may read at once.
-
-    Attributes:
-        nbytes: Its size.
-    """
-
-    nbytes: int
-
-    def read_into(self, memory: Any, position: int) -> int:
-        """Fills `memory` from a position on; returns how many bytes there were."""
-
-    def close(self) -> None:
-        """Lets go of the file."""
-
-
-class Files(Protocol):
-    """What the writer and the reader need of a place.
-
-    Attributes:
-        root: The place, for errors.
-    """
-
-    root: str
-
-    def read(self, name: str) -> bytes | None:
-        """Returns a small file, None if there is none."""
-
-    def put(self, name: str, data: bytes, sync: bool = False) -> None:
-        """Writes a small file, whole or not at all."""
-
-    def names(self, folder: str) -> list[str]:
-        """Returns the names in a folder, none if there is no such folder."""
-
-    def make_folder(self, folder: str) -> None:
-        """Makes a folder if there is none."""
-
-    def sync_folder(self, folder: str) -> None:
-        """Makes sure that the names in a folder outlive a power cut."""
-
-    def delete(self, name: str) -> None:
-        """Deletes a file if there is one."""
-
-    def delete_folder(self, folder: str) -> None:
-        """Deletes a folder and all in it, if there is one."""
-
-    def create(self, place: int, folder: str) -> OutFile:
-        """Returns a new data file of the rank at a place; `folder` is where it will appear."""
-
-    def open(self, name: str) -> InFile:
-        """Opens a data file.
-
-        Raises:
-            CheckpointError: If there is none.
-        """
-
-    def written_bytes(self, place: int) -> int:
-        """Returns how much of its data file a rank has written, to see that it is alive."""
+__all__ = ["Files", "InFile", "LocalFiles", "OutFile", "files_at", "is_leftover", "opened"]
 
 
 def files_at(path: Any) -> Files:
@@ -138,16 +55,22 @@ class LocalFiles:
 
     def read(self, name: str) -> bytes | None:
         try:
-            with open(self.folder / name, "rb") as file:
-                nbytes = os.fstat(file.fileno()).st_size
-                if nbytes > SMALL_FILE:
-                    raise CheckpointError(
-                        f"{self.folder / name}: {nbytes} bytes long, and no manifest is longer than "
-                        f"{SMALL_FILE}. The file is damaged, or hostile."
-                    )
-                return file.read(nbytes)
+            number = os.open(self.folder / name, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        try:
+            nbytes = os.fstat(number).st_size
+            if nbytes > SMALL_FILE:
+                raise CheckpointError(
+                    f"{self.folder / name}: {nbytes} bytes long, and no manifest is longer than "
+                    f"{SMALL_FILE}. The file is damaged, or hostile."
+                )
+            data = b""
+            while len(data) < nbytes and (more := os.read(number, nbytes - len(data))):
+                data += more
+            return data
+        finally:
+            os.close(number)
 
     def put(self, name: str, data: bytes, sync: bool = False) -> None:
         path = self.folder / name
@@ -289,6 +212,8 @@ class _LocalOut:
 class _LocalIn:
     """A data file that is read by position."""
 
+    least_read = 1 << 10
+
     def __init__(self, path: Path) -> None:
         try:
             self._fd = os.open(path, os.O_RDONLY)
@@ -308,6 +233,19 @@ class _LocalIn:
                 break
             total += count
             view = view[count:]
+        return total
+
+    def read_runs(self, memory: Any, nbytes: int, positions: Sequence[int]) -> int:
+        number, read, view = self._fd, os.preadv, memoryview(memory)
+        at, total = 0, 0
+        for position in positions:  # a call for each: as short as can be
+            count = read(number, (view[at : at + nbytes],), position)
+            if count != nbytes:
+                count += self.read_into(view[at + count : at + nbytes], position + count)
+                if count != nbytes:
+                    return total + count
+            at += nbytes
+            total += nbytes
         return total
 
     def close(self) -> None:

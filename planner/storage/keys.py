@@ -13,6 +13,7 @@ ranks, are made for the layouts of those keys only that somebody asks for.
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,9 @@ from ..state.entries import Path, Place, stock_path
 Around = tuple[str, str]
 
 
+_Tensors = dict[tuple[str, int | None], tuple[torch.Size, list[ChunkStorageMetadata]]]
+
+
 class _Row(NamedTuple):
     """A name on disk: its parameter's position among the layouts, and what of it has the name."""
 
@@ -63,6 +67,15 @@ class _Names:
             self.by_name.setdefault(row.name, []).append(row)
 
 
+@dataclass(slots=True)
+class _Values:
+    """The values of one kind, and the names that they have."""
+
+    kind: Kind
+    members: Members
+    known: _Names | None = None
+
+
 def around(place: Place) -> Around:
     """Returns what stands before and behind a parameter's name in the key of its value."""
     before = "".join(f"{element}." for element in place.before)
@@ -80,42 +93,40 @@ class StageKeys:
     def __init__(self, manifest: StageManifest) -> None:
         self._manifest = manifest
         self._extras = {extra.key: extra for extra in manifest.extras}
-        self._kinds: dict[Around, list[tuple[Kind, Members]]] = {}
+        self._values: dict[Around, list[_Values]] = {}
         for kind, members in manifest.groups.items():
-            self._kinds.setdefault(around(kind.place), []).append((kind, members))
+            self._values.setdefault(around(kind.place), []).append(_Values(kind, members))
         self._known: dict[tuple[int, bool, bool], _Names] = {}
         self._lists: dict[tuple[int, str], ChunkLists] = {}
-        self._tensors: dict[
-            int, dict[tuple[str, int | None], tuple[torch.Size, list[ChunkStorageMetadata]]]
-        ] = {}
+        self._tensors: dict[int, _Tensors] = {}
+        self._properties: dict[torch.dtype, TensorProperties] = {}
         self._clean: dict[str, list[str]] | None = None
 
     def find(self, key: str) -> Laid | Extra | None:
         """Returns what a key stands for, None if the stage does not have it."""
-        for (before, after), kinds in self._kinds.items():
+        for (before, after), several in self._values.items():
             if not (key.startswith(before) and key.endswith(after)):
                 continue
             name = key[len(before) : len(key) - len(after)]
-            for kind, members in kinds:
-                names = self._names(kind)
+            for values in several:
+                names = values.known or self._names(values)
                 for row in names.by_name.get(name, ()):
-                    if row.member in members:
-                        return _laid(kind, names.layouts[row.member], row)
+                    if row.member in values.members:
+                        return _laid(values.kind, names.layouts[row.member], row)
         return self._extras.get(key)
 
     def items(self, prefix: str = "") -> Iterator[tuple[str, Laid | Extra]]:
         """Yields all keys with a prefix, and what they stand for."""
-        for (before, after), kinds in self._kinds.items():
+        for (before, after), several in self._values.items():
             if not (before.startswith(prefix) or prefix.startswith(before)):
                 continue
-            for kind, members in kinds:
-                names = self._names(kind)
-                for index in members:
-                    layout = names.layouts[index]
+            for values in several:
+                names = self._names(values)
+                for index in values.members:
                     for row in names.rows[index]:
                         key = f"{before}{row.name}{after}"
                         if key.startswith(prefix):
-                            yield key, _laid(kind, layout, row)
+                            yield key, _laid(values.kind, names.layouts[index], row)
         for key, extra in self._extras.items():
             if key.startswith(prefix):
                 yield key, extra
@@ -151,7 +162,10 @@ class StageKeys:
             chunks = [ChunkStorageMetadata(torch.Size([0] * len(shape)), size)]
         else:
             size, chunks = self._tensor(origin)
-        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+        properties = self._properties.get(dtype)
+        if properties is None:
+            properties = self._properties[dtype] = TensorProperties(dtype=dtype)
+        return TensorStorageMetadata(properties, size, chunks)
 
     def _tensor(self, laid: Laid) -> tuple[torch.Size, list[ChunkStorageMetadata]]:
         kind, layout = laid.kind, laid.layout
@@ -169,39 +183,47 @@ class StageKeys:
     def names(self) -> Iterator[str]:
         """Yields the names of parameters that have values, some twice, and the other keys."""
         yield from self._extras
-        for kinds in self._kinds.values():
-            for kind, members in kinds:
-                rows = self._names(kind).rows
-                for index in members:
+        for several in self._values.values():
+            for values in several:
+                rows = self._names(values).rows
+                for index in values.members:
                     for row in rows[index]:
                         yield row.name
 
     def arounds(self) -> list[Around]:
         """Returns what stands around the names in keys."""
-        return list(self._kinds)
+        return list(self._values)
 
-    def _names(self, kind: Kind) -> _Names:
-        chunk = self._manifest.chunks[kind.chunk]
-        sharded = kind.role == SHARD and kind.dtype is not None
-        ident = (kind.chunk, bool(kind.place.slot and chunk.state_layouts), sharded)
-        known = self._known.get(ident)
-        if known is None:
-            layouts = self._manifest.layouts(kind)
-            frames: dict[tuple[int, str], list[tuple[str, int | None]]] = {}
-            experts: dict[tuple[int, str], list[str]] = {}
-            rows = []
-            for index, layout in enumerate(layouts):
-                grid = chunk.grids.of(layout.family)
-                if not sharded:
-                    rows.append(_value_rows(index, layout, grid, experts))
-                    continue
-                same = (id(layout.stages), layout.family)
-                found = frames.get(same)
-                if found is None:
-                    found = frames[same] = _frames(layout, grid)
-                rows.append([_Row(index, s, e, layout.key_of(s, e)) for s, e in found])
-            known = self._known[ident] = _Names(layouts, rows)
-        return known
+    def _names(self, values: _Values) -> _Names:
+        if values.known is None:
+            kind = values.kind
+            slotted = bool(kind.place.slot and self._manifest.chunks[kind.chunk].state_layouts)
+            ident = (kind.chunk, slotted, _sharded(kind))
+            if ident not in self._known:
+                self._known[ident] = self._names_of(kind)
+            values.known = self._known[ident]
+        return values.known
+
+    def _names_of(self, kind: Kind) -> _Names:
+        grids, layouts = self._manifest.chunks[kind.chunk].grids, self._manifest.layouts(kind)
+        frames: dict[tuple[int, str], list[tuple[str, int | None]]] = {}
+        experts: dict[tuple[int, str], list[str]] = {}
+        rows = []
+        for index, layout in enumerate(layouts):
+            grid = grids.of(layout.family)
+            if not _sharded(kind):
+                rows.append(_value_rows(index, layout, grid, experts))
+                continue
+            same = (id(layout.stages), layout.family)
+            found = frames.get(same)
+            if found is None:
+                found = frames[same] = _frames(layout, grid)
+            rows.append([_Row(index, s, e, layout.key_of(s, e)) for s, e in found])
+        return _Names(layouts, rows)
+
+
+def _sharded(kind: Kind) -> bool:
+    return kind.role == SHARD and kind.dtype is not None
 
 
 def _frames(layout: Layout, grid: Grid) -> list[tuple[str, int | None]]:
@@ -230,6 +252,6 @@ def _value_rows(
 
 
 def _laid(kind: Kind, layout: Layout, row: _Row) -> Laid:
-    if kind.role == SHARD and kind.dtype is not None:
+    if _sharded(kind):
         return Laid(kind, layout, row.suffix, row.expert)
     return Laid(kind, layout, name=row.name)

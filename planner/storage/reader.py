@@ -7,10 +7,15 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -27,9 +32,18 @@ from .fetch import Fetch
 from .files import Files, files_at
 from .owners import Owners
 from .plain import from_plain
-from .segments import Part, Verify, Want, segments_of
+from .segments import Allowance, Verify, segments_of
 from .shared import SharedRead
 from .stats import Stats
+from .wanted import Part, Want
+
+
+class _Asked(NamedTuple):
+    """A read item, and what it asks for: the stored form of its key, and a chunk if a tensor's."""
+
+    item: ReadItem
+    stored: Any
+    chunk: ChunkStorageMetadata | None
 
 
 class SafetensorsReader(StorageReader):
@@ -41,8 +55,8 @@ class SafetensorsReader(StorageReader):
     Args:
         path: A folder, or a URL that fsspec knows.
         verify: Whether checksums are compared. True compares every block that is read whole, and
-            reads the rest of a block where that is cheap (1/256 of what a file is read for, at
-            least 256 KiB); `"all"` reads the rest of every block; False compares nothing.
+            reads the rest of others while that stays cheap (chunks of at most 4 KiB; else 1/256 of
+            what the load needs); `"all"` reads the rest of every block; False compares nothing.
         threads: How many reads are made at once.
         buffer_bytes: Host memory for what can't be read where it belongs, in bytes.
         broadcast: A process group whose ranks load the same, such as the replicas of HSDP: each
@@ -158,55 +172,48 @@ class SafetensorsReader(StorageReader):
             failure = error
         shared.finish(failure)
 
-    def _by_place(self, items: Iterable[ReadItem]) -> dict[int, list[ReadItem]]:
-        """Returns the items by the place of the rank that wrote them."""
+    def _by_place(self, items: Iterable[ReadItem]) -> dict[int, list[_Asked]]:
+        """Returns the items, and what they ask for, by the place of the rank that wrote it."""
         owners, catalogue = self._owners, self._catalogue
-        found: dict[int, list[ReadItem]] = {}
+        found: dict[int, list[_Asked]] = {}
         assert owners is not None and catalogue is not None  # read_metadata came before
         for item in items:
-            index = item.storage_index
-            if index.fqn not in catalogue:
-                raise CheckpointError(f"{index.fqn}: not in the checkpoint {self.path}")
-            stage, origin = catalogue.origin(index.fqn)
-            place = owners.place(stage, origin, index.fqn, self._offsets(item))
-            found.setdefault(place, []).append(item)
+            key = item.storage_index.fqn
+            try:
+                stage, origin = catalogue.origin(key)
+            except KeyError:
+                raise CheckpointError(f"{key}: not in the checkpoint {self.path}") from None
+            stored, chunk, offsets = catalogue[key], None, None
+            if item.type is not LoadItemType.BYTE_IO:
+                assert isinstance(
+                    stored, TensorStorageMetadata
+                )  # the planner asks for tensors only
+                chunk = _chunk(stored, item.storage_index)
+                offsets = chunk.offsets
+            place = owners.place(stage, origin, key, offsets)
+            found.setdefault(place, []).append(_Asked(item, stored, chunk))
         return dict(sorted(found.items()))
 
-    def _offsets(self, item: ReadItem) -> tuple[int, ...] | None:
-        index = item.storage_index
-        if item.type is LoadItemType.BYTE_IO:
-            return None
-        return tuple(self._chunk(item).offsets if index.offset is None else index.offset)
-
-    def _chunk(self, item: ReadItem) -> Any:
-        """Returns the saved chunk that an item is about."""
-        assert self._catalogue is not None  # read_metadata came before
-        index = item.storage_index
-        stored = self._catalogue[index.fqn]
-        assert isinstance(stored, TensorStorageMetadata)  # the planner asks for tensors only
-        if index.index is not None and index.index < len(stored.chunks):
-            chunk = stored.chunks[index.index]
-            if index.offset is None or chunk.offsets == index.offset:
-                return chunk
-        return next(c for c in stored.chunks if c.offsets == index.offset)
-
-    def _read(self, by_place: dict[int, list[ReadItem]], planner: Any) -> None:
+    def _read(self, by_place: dict[int, list[_Asked]], planner: Any) -> None:
         commit, files = self._commit, self._files
         assert commit is not None and files is not None  # read_metadata came before
         buffers = Buffers(self._buffer_bytes, torch.cuda.is_available())
+        allowance = Allowance(self._verify)
         opened: list[DataFile] = []
+        expected = 0
         try:
             with Fetch(planner, buffers, self._threads, self.stats) as fetch:
-                for place, items in by_place.items():
-                    file = DataFile(files, commit, place, self.stats)
+                for place, asked in by_place.items():
+                    file = DataFile(files, commit, place, self.stats, expected)
                     opened.append(file)
+                    expected = file.header.data_start
                     self._check(file)
-                    values = [item for item in items if item.type is LoadItemType.BYTE_IO]
+                    values = [a.item for a in asked if a.chunk is None]
                     if values:
                         self._read_values(file, values, planner)
-                    parts = self._parts(file, items)
+                    parts = _parts(file, asked)
                     segments = segments_of(
-                        parts, buffers.size, self._verify, file.table_of, self.stats
+                        parts, buffers.size, self._verify, allowance, file.table_of, self.stats
                     )
                     fetch.read(file.file, file.where, segments)
                 fetch.wait()
@@ -230,28 +237,6 @@ class SafetensorsReader(StorageReader):
                 f"({facts.get('digest')}, {digest})"
             )
 
-    def _parts(self, file: DataFile, items: Iterable[ReadItem]) -> list[Part]:
-        """Returns what is wanted of a file's chunks."""
-        catalogue = self._catalogue
-        assert catalogue is not None  # read_metadata came before
-        parts: dict[str, Part] = {}
-        wants: dict[tuple[str, Any, Any], Want] = {}
-        for item in items:
-            if item.type is LoadItemType.BYTE_IO:
-                continue
-            key = item.storage_index.fqn
-            chunk = self._chunk(item)
-            stored = catalogue[key]
-            name, part = file.part(key, chunk, stored.properties.dtype)  # type: ignore[union-attr]
-            part = parts.setdefault(name, part)
-            box = (tuple(item.storage_offsets), tuple(item.lengths))
-            want = wants.get((name, *box))
-            if want is None:
-                want = wants[name, *box] = Want(*box)
-                part.wants.append(want)
-            want.items.append(item)
-        return list(parts.values())
-
     def _read_values(self, file: DataFile, items: Iterable[ReadItem], planner: Any) -> None:
         """Hands Python values to the planner."""
         values = file.values(bool(self._verify))
@@ -271,3 +256,31 @@ class SafetensorsReader(StorageReader):
                 planner.load_value(item, read)
             else:
                 planner.load_bytes(item, to_bytes(key, read(None)))
+
+
+def _chunk(stored: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    """Returns the saved chunk that an index names."""
+    number = index.index
+    if number is not None and number < len(stored.chunks):
+        chunk = stored.chunks[number]
+        if index.offset is None or chunk.offsets == index.offset:
+            return chunk
+    return next(c for c in stored.chunks if c.offsets == index.offset)
+
+
+def _parts(file: DataFile, asked: Iterable[_Asked]) -> list[Part]:
+    """Returns what is wanted of a file's chunks."""
+    parts: dict[str, Part] = {}
+    wants: dict[tuple[str, Any, Any], Want] = {}
+    for item, stored, chunk in asked:
+        if chunk is None:
+            continue
+        name, part = file.part(item.storage_index.fqn, chunk, stored.properties.dtype)
+        part = parts.setdefault(name, part)
+        box = (name, item.storage_offsets, item.lengths)
+        want = wants.get(box)
+        if want is None:
+            want = wants[box] = Want(tuple(item.storage_offsets), tuple(item.lengths))
+            part.wants.append(want)
+        want.items.append(item)
+    return list(parts.values())

@@ -11,13 +11,14 @@ the store copies it into the folder of the save.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 
 from shardplan.layouts import CheckpointError
 
-from .files import SMALL_FILE, InFile, OutFile
+from .place import SMALL_FILE, InFile, OutFile
 
 
 class RemoteFiles:
@@ -137,6 +138,8 @@ class _Upload:
 class _Ranges:
     """An object that is read by byte ranges."""
 
+    least_read = 64 << 10
+
     def __init__(self, fs: Any, path: str, where: str) -> None:
         self._fs = fs
         self._path = path
@@ -152,6 +155,15 @@ class _Ranges:
         view = memoryview(memory)
         data = self._fs.cat_file(self._path, start=position, end=position + view.nbytes)
         view[: len(data)] = data
+        return len(data)
+
+    def read_runs(self, memory: Any, nbytes: int, positions: Sequence[int]) -> int:
+        stops = [position + nbytes for position in positions]
+        runs = self._fs.cat_ranges(
+            [self._path] * len(stops), list(positions), stops, on_error="raise"
+        )
+        data = b"".join(runs)
+        memoryview(memory)[: len(data)] = data
         return len(data)
 
     def close(self) -> None:

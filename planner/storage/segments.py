@@ -2,94 +2,62 @@
 
 | name | is |
 |---|---|
-| `Want` | part of a saved chunk, and the tensors that it fills |
-| `Part` | all that is wanted of one chunk |
 | `Range`, `Rows` | bytes that are read together: one range of a chunk, or runs at equal distances |
+| `Allowance` | how much may be read for checksums alone |
 | `segments_of` | the ranges and rows for all wants of one file |
 
 A chunk that is wanted whole is read once and checked by its checksum in the header. Of a part only
 the part is read; the blocks in it that are whole are checked against the table at the file's end. A
-block that a part touches at its edge is read whole and checked as long as that stays cheap; see
-`Verify`.
+block that a part touches at its edge is read whole and checked as long as that stays cheap over the
+whole load; see `Verify`.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
-
-import torch
+from typing import Literal, NamedTuple
 
 from shardplan.layouts.slab import Shape
 
 from .checks import Check
 from .stats import Stats
 from .sums import BLOCK
+from .wanted import Part, Want
 
-# True: what a load reads is checked, and edges of blocks up to 1/256 of it, or 256 KiB of a file.
-# "all": edges always. False: nothing.
+# True: blocks that are read whole, and others while the rest of them adds at most 1/256 to what the
+# load needs. "all": all blocks. False: none.
 Verify = bool | Literal["all"]
 _CHEAP_SHARE = 256
-_CHEAP_NBYTES = 256 << 10
+# A chunk of at most one page, which a disk reads whole anyway, is read whole for its checksum.
+_PAGE = 4 << 10
+# So many runs are handed to a worker at once.
+_MOST_RUNS = 1 << 14
 
 
-@dataclass(eq=False, slots=True)
-class Want:
-    """Part of a saved chunk, and the tensors that it fills.
+class Allowance:
+    """How many bytes a load may read for nothing but the checksums of blocks that it touches.
 
-    Attributes:
-        offsets: First element of the part, relative to the chunk.
-        lengths: Extent of the part.
-        items: The read items, which the planner gets back.
-        targets: A tensor for each item; it has the extent of the part.
+    Args:
+        verify: What is checked.
     """
 
-    offsets: Shape
-    lengths: Shape
-    items: list[Any] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)
+    def __init__(self, verify: Verify) -> None:
+        self._verify = verify
+        self._needed = 0
+        self._spent = 0
 
-    def meets(self, other: "Want") -> bool:
-        """Returns whether two parts of one chunk have an element in common."""
-        return all(
-            a < b + m and b < a + n
-            for a, n, b, m in zip(
-                self.offsets, self.lengths, other.offsets, other.lengths, strict=True
-            )
-        )
+    def need(self, nbytes: int) -> None:
+        """Takes note of bytes that the load needs."""
+        self._needed += nbytes
 
-
-@dataclass(eq=False, slots=True)
-class Part:
-    """All that is wanted of one chunk.
-
-    Attributes:
-        where: File, key and rank, for errors.
-        position: Of the chunk's first byte in the file.
-        sizes: Shape of the chunk.
-        dtype: Data type of its elements.
-        total: Its checksum.
-        row: Its first row in the table of block checksums, None if it has one block.
-        wants: The parts of it, no two of them equal.
-        pending: How many segments are under way.
-        issued: Whether all of its segments are.
-    """
-
-    where: str
-    position: int
-    sizes: Shape
-    dtype: torch.dtype
-    total: bytes
-    row: int | None = None
-    wants: list[Want] = field(default_factory=list)
-    pending: int = 0
-    issued: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the chunk in bytes."""
-        return math.prod(self.sizes) * self.dtype.itemsize
+    def spend(self, nbytes: int) -> bool:
+        """Returns whether the load may read so many bytes that it does not need; spends them."""
+        if self._verify == "all":
+            return True
+        if not self._verify or self._spent + nbytes > self._needed // _CHEAP_SHARE:
+            return False
+        self._spent += nbytes
+        return True
 
 
 class Range(NamedTuple):
@@ -151,10 +119,10 @@ class Runs(NamedTuple):
 
     def starts(self) -> Iterator[int]:
         """Yields the first byte of each run."""
-        for indices in itertools.product(*(range(count) for count, _ in self.loops)):
-            yield self.start + sum(
-                i * stride for i, (_, stride) in zip(indices, self.loops, strict=True)
-            )
+        *outer, (count, stride) = self.loops or ((1, 1),)
+        for indices in itertools.product(*(range(many) for many, _ in outer)):
+            at = self.start + sum(i * step for i, (_, step) in zip(indices, outer, strict=True))
+            yield from range(at, at + count * stride, stride)
 
 
 def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> Runs:
@@ -184,6 +152,7 @@ def segments_of(
     parts: Sequence[Part],
     limit: int,
     verify: Verify,
+    allowance: Allowance,
     table_of: Callable[[Part], bytes],
     stats: Stats,
 ) -> Iterator[Range | Rows]:
@@ -193,35 +162,35 @@ def segments_of(
         parts: The wanted chunks.
         limit: Bytes that may be read together, a multiple of a block.
         verify: What is checked.
+        allowance: What the load may read for checksums alone.
         table_of: Returns the checksums of a chunk's blocks.
         stats: Counts what is needed and what is not checked.
     """
     needed = sum(math.prod(w.lengths) * p.dtype.itemsize for p in parts for w in p.wants)
     stats.needed += needed
-    cheap = max(_CHEAP_NBYTES, needed // _CHEAP_SHARE) if verify else 0
-    cheap = 1 << 62 if verify == "all" else cheap
+    allowance.need(needed)
     for part in sorted(parts, key=lambda part: part.position):
         nbytes = part.nbytes
+        if len(part.wants) == 1 and part.wants[0].lengths == part.sizes:
+            yield from _pieces(part, 0, nbytes, limit, Check(part) if verify else None)
+            continue
         runs = [runs_of(part.sizes, w.offsets, w.lengths, part.dtype.itemsize) for w in part.wants]
         more = max(nbytes - sum(run.total for run in runs), 0)
         small = nbytes <= BLOCK or verify == "all"
-        if more == 0 or (verify and small and more <= cheap):
-            cheap -= more
+        free = more == 0 or (verify and nbytes <= _PAGE)
+        if free or (verify and small and allowance.spend(more)):
             yield from _pieces(part, 0, nbytes, limit, Check(part) if verify else None)
             continue
         overlap = any(a.meets(b) for a, b in itertools.combinations(part.wants, 2))
         if overlap or all(not run.loops for run in runs):
             for start, stop in _union(runs, overlap):
-                spent = 0
-                if verify:
-                    wide = (start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, nbytes))
-                    spent = (start - wide[0]) + (wide[1] - stop)
-                    if spent <= cheap:
-                        start, stop, cheap = *wide, cheap - spent
-                    check = Check(part, table_of(part) if part.row is not None else part.total)
-                    yield from _aligned(part, start, stop, limit, check, stats)
-                else:
+                if not verify:
                     yield from _pieces(part, start, stop, limit, None)
+                    continue
+                first, last = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, nbytes)
+                start = first if allowance.spend(start - first) else start
+                stop = last if allowance.spend(last - stop) else stop
+                yield from _aligned(part, start, stop, limit, table_of, stats)
             continue
         for want, run in zip(part.wants, runs, strict=True):
             stats.unchecked += run.total if verify else 0
@@ -243,33 +212,45 @@ def _union(runs: Sequence[Runs], overlap: bool) -> list[tuple[int, int]]:
 
 
 def _pieces(part: Part, start: int, stop: int, limit: int, check: Check | None) -> Iterator[Range]:
-    for at in range(start, max(stop, start + 1), limit):
+    if stop - start <= limit:
+        yield Range(part, start, stop, check)
+        return
+    for at in range(start, stop, limit):
         yield Range(part, at, min(at + limit, stop), check)
 
 
 def _aligned(
-    part: Part, start: int, stop: int, limit: int, check: Check, stats: Stats
+    part: Part,
+    start: int,
+    stop: int,
+    limit: int,
+    table_of: Callable[[Part], bytes],
+    stats: Stats,
 ) -> Iterator[Range]:
     """Yields a range whose ends may lie inside of blocks; those ends are not checked."""
     first = min(-(-start // BLOCK) * BLOCK, stop)
     last = stop if stop == part.nbytes else max(stop // BLOCK * BLOCK, first)
+    if first >= last:
+        stats.unchecked += stop - start
+        yield from _pieces(part, start, stop, limit, None)
+        return
+    check = Check(part, None if part.row is None else table_of(part))
     if start < first:
         stats.unchecked += first - start
         yield Range(part, start, first)
-    if first < last:
-        yield from _pieces(part, first, last, limit, check)
+    yield from _pieces(part, first, last, limit, check)
     if last < stop:
         stats.unchecked += stop - last
         yield Range(part, last, stop)
 
 
 def _rows(part: Part, want: Want, run: Runs, limit: int) -> Iterator[Range | Rows]:
-    count = max(limit // run.nbytes, 1)
     starts = run.starts()
-    first = 0
+    if run.nbytes > limit:
+        for start in starts:
+            yield from _pieces(part, start, start + run.nbytes, limit, None)
+        return
+    count, first = min(limit // run.nbytes, _MOST_RUNS), 0
     while some := list(itertools.islice(starts, count)):
-        if run.nbytes > limit:
-            yield from _pieces(part, some[0], some[0] + run.nbytes, limit, None)
-        else:
-            yield Rows(part, want, run.nbytes, some, first)
+        yield Rows(part, want, run.nbytes, some, first)
         first += len(some)
