@@ -37,6 +37,7 @@ from .state import (
     finish_load,
     initialize_state,
     keep_live_options,
+    leave_out_masters,
     model_state,
     optimizer_state,
 )
@@ -209,8 +210,9 @@ def load_checkpoint(
         iteration = loaded.iteration
 
     An optimizer that has taken no step yet gets its state first. Weights and state are filled in
-    place. Options of parameter groups that the saved optimizer did not have stay as they are, and
-    are in the report.
+    place. The optimizer may be of another kind than the saved one, offloaded to the CPU or not:
+    options of parameter groups that were not saved stay as they are, and a `master_param` that
+    was not saved becomes the loaded weight; both are in the report.
 
     Args:
         model: The model, or the list of its virtual pipeline chunks.
@@ -243,6 +245,7 @@ def load_checkpoint(
         members = live.members
     stored = reader.read_metadata().state_dict_metadata
     kept = keep_live_options(members, stored)
+    masters = optimizer is None or not leave_out_masters(live.sections, stored)
     if "iteration" in stored:
         state["iteration"] = 0
     if opt_param_scheduler is not None:
@@ -259,7 +262,9 @@ def load_checkpoint(
     )
     load(state, storage_reader=reader, planner=planner, process_group=process_group)
     planner.report.missing += [f"optimizer.param_to_group_meta: {option}" for option in kept]
-    finish_load(model, optimizer, members)
+    if not masters:
+        planner.report.missing.append("optimizer.state: master_param (the weights were taken)")
+    finish_load(model, optimizer, members, masters=masters)
     if opt_param_scheduler is not None:
         opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
     found = {key: state[key] for key in extra or {}}

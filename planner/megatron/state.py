@@ -6,6 +6,7 @@
 | `optimizer_state` | the optimizer's sections: each parameter's state and its group's options |
 | `initialize_state` | makes the optimizer's tensors exist before a load |
 | `keep_live_options` | leaves out of a load the options that were not saved |
+| `leave_out_masters` | and the weights in higher precision that were not |
 | `finish_load` | passes on what was loaded in place: group options, copies of weights |
 
 Megatron's own `sharded_state_dict` names experts by the global expert grid; here parameters are
@@ -39,6 +40,8 @@ from .copies import copied_names
 
 # Options that say how the grid groups parameters; the live ones stay.
 _OF_THE_GRID = frozenset(("is_expert_parallel",))
+# The slot of a weight in higher precision, which the optimizer steps.
+MASTER = "master_param"
 
 
 def chunks_of(model: Any) -> list[Any]:
@@ -209,6 +212,18 @@ class _WithParam(dict[str, Any]):
             self._live[key] = value
 
 
+class _WithoutMaster(dict[str, Any]):
+    """A parameter's state without `master_param`; what is set in it is set in the live state too."""
+
+    def __init__(self, live: dict[str, Any]) -> None:
+        super().__init__({slot: value for slot, value in live.items() if slot != MASTER})
+        self._live = live
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._live[key] = value
+
+
 def inner_optimizers(optimizer: Any) -> Iterator[Inner]:
     """Yields the optimizers of torch's kind inside a Megatron optimizer, stubs left out."""
     chained = getattr(optimizer, "chained_optimizers", None)
@@ -279,11 +294,41 @@ def keep_live_options(members: Sequence[GroupMember], saved: Collection[str]) ->
     return list(kept)
 
 
-def finish_load(model: Any, optimizer: Any, members: Sequence[GroupMember]) -> None:
+def leave_out_masters(sections: Mapping[str, dict[Any, Any]], saved: Collection[str]) -> bool:
+    """Leaves `master_param` out of a load of a checkpoint that has none; the weights stand for it.
+
+    Args:
+        sections: The optimizer's sections, which are changed.
+        saved: Keys of the checkpoint.
+
+    Returns:
+        Whether anything was left out.
+    """
+    if any(key.endswith("." + MASTER) for key in saved):
+        return False
+    found = False
+    for place in sections.values():
+        states = place.get("state", {})
+        for name, state in states.items():
+            if MASTER in state:
+                states[name] = _WithoutMaster(state)
+                found = True
+    return found
+
+
+def finish_load(
+    model: Any, optimizer: Any, members: Sequence[GroupMember], *, masters: bool = True
+) -> None:
     """Passes on what a load has put in place.
 
     Group options go into the live groups; `HybridDeviceOptimizer` copies its weights anew;
     Megatron-FSDP copies its main weights into the model's.
+
+    Args:
+        model: The model, or its virtual pipeline chunks.
+        optimizer: Its optimizer, or None.
+        members: The copies of the groups' options.
+        masters: Whether each `master_param` was loaded.
 
     Raises:
         CheckpointError: If parameters of one group were saved with different options.
@@ -308,7 +353,7 @@ def finish_load(model: Any, optimizer: Any, members: Sequence[GroupMember]) -> N
         loaded = member.options.items()
         member.group.update({k: value for k, value in loaded if k not in _OF_THE_GRID})
     for part in inner_optimizers(optimizer) if optimizer is not None else ():
-        _refresh_copies(part.optimizer)
+        _refresh_copies(part.optimizer, masters)
     for chunk in chunks_of(model):
         install = _wrapped(chunk, "install_optimized_model_weights")
         if install is not None:
@@ -317,14 +362,14 @@ def finish_load(model: Any, optimizer: Any, members: Sequence[GroupMember]) -> N
             group.sync_model_weight_from_main_weight()
 
 
-def _refresh_copies(inner: Any) -> None:
+def _refresh_copies(inner: Any, masters: bool) -> None:
     """Copies loaded weights to the copies that `HybridDeviceOptimizer` steps.
 
-    A `master_param` is such a copy itself and was loaded. The optimizer's own
+    A `master_param` is such a copy itself and may have been loaded. The optimizer's own
     `load_state_dict` would do the same, but fails for parameters that are in fp32 already.
     """
     for parameter, own in getattr(inner, "param_to_inner_param", {}).items():
-        if own is parameter or "master_param" in inner.state.get(parameter, {}):
+        if own is parameter or (masters and MASTER in inner.state.get(parameter, {})):
             continue
         with torch.no_grad():
             copied = local_tensor(own)

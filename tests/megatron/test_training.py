@@ -35,3 +35,16 @@ def test_experts_on_other_ranks_have_the_same_gradients_with_and_without_a_check
     assert pytest.approx(expected, rel=1e-4) == gradients(loaded)
     assert pytest.approx(whole[0]["losses"], rel=1e-6) == other[0]["losses"]
     assert pytest.approx(whole[0]["losses"][2:], rel=1e-6) == loaded[0]["losses"]
+
+
+def test_training_goes_on_with_the_optimizer_on_the_cpu_and_back(megatron, tmp_path):
+    """HybridDeviceOptimizer under Megatron-FSDP; its state is plain, and on some ranks only."""
+    whole = megatron.run("training:train", ranks=2, parallel=DP2, steps=4)[0]["losses"]
+    for number, offloaded in enumerate([(False, True), (True, False), (True, True)]):
+        path = str(tmp_path / str(number))
+        saves, loads = ({"offload": offload} for offload in offloaded)
+        megatron.run("training:train", ranks=2, parallel=DP2, steps=2, path=path, **saves)
+        (first, _) = megatron.run(
+            "training:train", ranks=2, parallel=EP2, steps=2, path=path, load=True, **loads
+        )
+        assert pytest.approx(whole[2:], rel=1e-6) == first["losses"]

@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from offload import use_local_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,7 +343,9 @@ def shard(model, parallel: Parallel, groups) -> FullyShardedDataParallel:
     )
 
 
-def make_optimizer(model):
+def make_optimizer(model, *, offload=False):
+    if offload:
+        use_local_parts()
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-3,
@@ -351,6 +354,8 @@ def make_optimizer(model):
         bf16=False,
         fp16=False,
         params_dtype=torch.float32,
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=float(offload),
     )
     return get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
 

@@ -13,7 +13,7 @@ from shardplan.planner.megatron import load_checkpoint, save_checkpoint
 class Job:
     """A sharded model whose weights depend on the global element alone, and its optimizer."""
 
-    def __init__(self, parallel: dict, **changes):
+    def __init__(self, parallel: dict, *, offload: bool = False, **changes):
         self.parallel = Parallel(**parallel)
         groups = hybrid.process_groups(self.parallel)
         bare = hybrid.build(self.parallel, groups, **changes)
@@ -24,7 +24,7 @@ class Job:
                 wave = 0.3 * torch.sin(0.37 * number + 1)
                 parameter.copy_(1 + wave if "norm" in name else wave)
         self.model = hybrid.shard(bare, self.parallel, groups)
-        self.optimizer = hybrid.make_optimizer(self.model)
+        self.optimizer = hybrid.make_optimizer(self.model, offload=offload)
         self.squares: dict[str, float] = {}
 
     def step(self, seed: int) -> float:
@@ -49,15 +49,18 @@ class Job:
         )
 
 
-def train(parallel: dict, steps: int, path: str | None = None, load: bool = False) -> dict:
+def train(
+    parallel: dict, steps: int, path: str | None = None, load: bool = False, **options
+) -> dict:
     """Returns the losses, and this rank's share of the squared gradients of the last step.
 
     Args:
         steps: How many; the first is number 0, or the one after a checkpoint.
         path: Checkpoint that is saved at the end, or loaded first.
         load: Which of the two.
+        options: Whether the optimizer's state is on the CPU; changes of the model.
     """
-    job = Job(parallel)
+    job = Job(parallel, **options)
     first = 0
     if load:
         with torch.no_grad():
