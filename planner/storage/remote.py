@@ -130,6 +130,8 @@ class _Upload:
         if self._stream is not None:
             with contextlib.suppress(Exception):
                 self._stream.discard()
+            with contextlib.suppress(Exception):  # a memory file is only ever closed by itself
+                self._stream.closed = True  # else it would be uploaded when it is collected
             self._stream = None
         with contextlib.suppress(Exception):
             self._fs.rm_file(self._own)
