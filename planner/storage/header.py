@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from shardplan.layouts import CheckpointError
 
 from .dtypes import ITEMSIZES
+from .sums import ALGORITHM, BLOCK, block_count
 
 FORMAT_VERSION = 1
 SUMS = "__shardplan_sums__"
@@ -251,8 +252,6 @@ def _own(
     where: str, metadata: Any, entries: dict[str, Entry]
 ) -> tuple[dict[str, Any], dict[str, bytes], dict[str, int]]:
     """Reads what the library itself put into a header."""
-    from .sums import block_count
-
     try:
         told = metadata.get("shardplan")
         if told is None:
@@ -261,8 +260,14 @@ def _own(
         check_version(where, facts["version"])
         facts["save"] = str(metadata["save"])
         raw = bytes.fromhex(metadata["sums"])
+        kind = (facts["algorithm"], facts["block"])
     except (AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: the header's own part can't be read: {error!r}") from None
+    if kind != (ALGORITHM, BLOCK):
+        raise CheckpointError(
+            f"{where}: its checksums are {kind[0]} of blocks of {kind[1]} bytes, and this version of "
+            f"the library knows {ALGORITHM} of {BLOCK} only. Load it with the version that wrote it."
+        )
     names = [name for name in entries if name != SUMS]
     if len(raw) != 8 * len(names):
         raise CheckpointError(

@@ -144,6 +144,17 @@ def test_newer_versions_are_refused_by_name(saved):
         load(path)
 
 
+def test_checksums_of_another_kind_are_not_called_damage(saved):
+    path, folder = saved
+    file = data_file(folder)
+    raw = file.read_bytes()
+    for old, new in (("xxh3_64", "crc32c_"), ("262144", "131072")):
+        assert old.encode() in raw
+        file.write_bytes(raw.replace(old.encode(), new.encode()))
+        with pytest.raises(CheckpointError, match=rf"checksums are .*{new}.* this version"):
+            load(path)
+
+
 class Bomb:
     def __reduce__(self):
         return (pytest.fail, ("a pickle was run",))
