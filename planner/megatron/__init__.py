@@ -4,6 +4,7 @@
 |---|---|
 | `checkpoint` | `save_checkpoint` and `load_checkpoint` |
 | `copies` | word embeddings that a later pipeline stage keeps a copy of |
+| `extra` | modules' `_extra_state` by global names |
 | `keys` | the keys of Megatron-LM's `fsdp_dtensor` checkpoints |
 | `names` | names of parameters and experts across ranks, also from integers alone |
 | `shards` | flat optimizer shards of `DistributedOptimizer` over DDP |

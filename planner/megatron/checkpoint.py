@@ -28,12 +28,16 @@ from shardplan.layouts import (
 )
 
 from ..load import LayoutAwareLoadPlanner
+from ..planning.table import build_table
 from ..report import LoadReport
 from ..save import LayoutAwareSavePlanner
 from .copies import EmbeddingCopies
+from .extra import SECTION as EXTRA
+from .extra import extra_states
 from .keys import FsdpDtensorSavePlanner
 from .shards import ddp_shards
 from .state import (
+    chunks_of,
     finish_load,
     initialize_state,
     keep_live_options,
@@ -94,7 +98,8 @@ def save_checkpoint(
             wrapped as one of each rank (`PerRank`).
         keys: `'fsdp_dtensor'` for the keys that Megatron-LM writes and reads; `'plain'` for names
             without wrappers' tokens.
-        extra_state: Whether to keep `_extra_state`, which Megatron-LM leaves out.
+        extra_state: Whether to keep modules' `_extra_state`, which Megatron-LM leaves out; it must
+            be equal on all ranks that hold a module.
         vocab_size: True size of the vocabulary (`tokenizer.vocab_size`). Megatron pads embeddings
             and output layers by the tensor-parallel size; with this the padding is left out, so
             that the checkpoint opens at any other. Not for checkpoints that Megatron-LM reads.
@@ -108,7 +113,7 @@ def save_checkpoint(
         CheckpointError: If the ranks do not plan the same checkpoint.
         LayoutError: If a parameter can't be placed.
     """
-    state: dict[str, Any] = dict(model_state(model, extra_state=extra_state, copies=False))
+    state: dict[str, Any] = dict(model_state(model, copies=False))
     if optimizer is not None:
         state.update(optimizer_state(model, optimizer, copies=False).sections)
     state["checkpoint_version"] = 3.0
@@ -118,13 +123,18 @@ def save_checkpoint(
         state["args"] = shared_arguments(args)
     if opt_param_scheduler is not None:
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    providers = _providers(layouts, vocab_size)
+    if extra_state:
+        table = build_table(model, pg_collection=pg_collection, grid=grid, layouts=providers)
+        found = extra_states(chunks_of(model), table.chunks)
+        state[EXTRA] = {name: value for name, _, value in found}
     state.update(extra or {})
     make = FsdpDtensorSavePlanner if keys == "fsdp_dtensor" else LayoutAwareSavePlanner
     planner = make(
         model,
         pg_collection=pg_collection,
         grid=grid,
-        layouts=_providers(layouts, vocab_size),
+        layouts=providers,
         optimizer_layouts=ddp_shards(model, optimizer),
     )
     writer = FileSystemWriter(path) if storage_writer is None else storage_writer
@@ -221,7 +231,7 @@ def load_checkpoint(
         opt_param_scheduler: The learning rate's scheduler; its `load_state_dict()` is called.
         extra: Further sections to load, with values of the kind that was saved.
         strict: Whether a key that the checkpoint lacks is an error, or is reported.
-        extra_state: Whether to load `_extra_state`.
+        extra_state: Whether to load modules' `_extra_state`; what was not saved stays as it is.
         vocab_size: True size of the vocabulary, where it is padded; the padding becomes zero. The
             checkpoint may have another padding, or none.
         pg_collection: Process groups, by default those that the model carries.
@@ -236,7 +246,7 @@ def load_checkpoint(
         LayoutError: If a parameter can't be placed.
     """
     reader = FileSystemReader(path) if storage_reader is None else storage_reader
-    state: dict[str, Any] = dict(model_state(model, extra_state=extra_state))
+    state: dict[str, Any] = dict(model_state(model))
     members = []
     if optimizer is not None:
         initialize_state(optimizer)
@@ -250,12 +260,18 @@ def load_checkpoint(
         state["iteration"] = 0
     if opt_param_scheduler is not None:
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    providers = _providers(layouts, vocab_size)
+    with_extra = []
+    if extra_state:
+        table = build_table(model, pg_collection=pg_collection, grid=grid, layouts=providers)
+        with_extra = list(extra_states(chunks_of(model), table.chunks))
+        state[EXTRA] = {name: copy.copy(value) for name, _, value in with_extra}
     state.update({key: copy.copy(value) for key, value in (extra or {}).items()})
     planner = LayoutAwareLoadPlanner(
         model,
         pg_collection=pg_collection,
         grid=grid,
-        layouts=_providers(layouts, vocab_size),
+        layouts=providers,
         optimizer_layouts=ddp_shards(model, optimizer),
         strict=strict,
         **options,
@@ -265,6 +281,8 @@ def load_checkpoint(
     if not masters:
         planner.report.missing.append("optimizer.state: master_param (the weights were taken)")
     finish_load(model, optimizer, members, masters=masters)
+    for name, module, _ in with_extra:
+        module.set_extra_state(state[EXTRA][name])
     if opt_param_scheduler is not None:
         opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
     found = {key: state[key] for key in extra or {}}

@@ -239,12 +239,13 @@ def global_param_name(
         fqn = _fqn(module, param)
         if fqn is not None and fqn in chunk.layouts:
             layout = chunk.layouts[fqn]
-            return _global_name(layout, chunk.grids.of(layout.family))
+            return global_name(layout, chunk.grids.of(layout.family))
     shown = param if isinstance(param, str) else f"a parameter of shape {tuple(param.shape)}"
     raise LayoutError(f"{shown}: none of the {len(chunks)} model chunks has it. Pass all chunks.")
 
 
-def _global_name(layout: Layout, grid: Grid) -> str:
+def global_name(layout: Layout, grid: Grid) -> str:
+    """Returns the one name of a parameter, whatever it is cut into on disk."""
     if separate_parts(layout):
         # One parameter here and several in other models: by its own name in the module.
         layout = next(form for form in variants(layout, grid) if not separate_parts(form))
@@ -276,7 +277,7 @@ def param_to_group_names(model_chunks: Any, optimizer: Any, **options: Any) -> d
     for module, chunk in zip(chunks_of(model_chunks), table.chunks, strict=True):
         for name, own in module.named_parameters():
             layout = chunk.layouts[clean_name(name)]
-            names[id(own)] = _global_name(layout, chunk.grids.of(layout.family))
+            names[id(own)] = global_name(layout, chunk.grids.of(layout.family))
     found: dict[str, int] = {}
     numbers: dict[int, int] = {}
     for part in inner_optimizers(optimizer):

@@ -50,17 +50,14 @@ def chunks_of(model: Any) -> list[Any]:
     return list(model) if listed else [model]
 
 
-def model_state(
-    model: Any, *, extra_state: bool = False, copies: bool = True
-) -> dict[str, dict[str, Any]]:
-    """Returns the model's sections.
+def model_state(model: Any, *, copies: bool = True) -> dict[str, dict[str, Any]]:
+    """Returns the model's sections, without `_extra_state`.
 
     Megatron-FSDP puts its sharded parameters in place when it is asked for a state dict, so ask
     before a planner is made.
 
     Args:
         model: The model, or its virtual pipeline chunks.
-        extra_state: Whether to keep `_extra_state`, which Megatron-LM leaves out.
         copies: Whether to keep a later pipeline stage's copy of the word embeddings.
     """
     chunks = chunks_of(model)
@@ -71,8 +68,7 @@ def model_state(
         sections["model" if len(chunks) == 1 else f"model{number}"] = {
             name: value
             for name, value in state.items()
-            if (extra_state or not name.endswith("_extra_state"))
-            and not (copied and clean_name(name) in copied)
+            if not name.endswith("_extra_state") and not (copied and clean_name(name) in copied)
         }
     return sections
 

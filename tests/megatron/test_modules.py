@@ -57,18 +57,24 @@ def test_layouts_equal_what_megatron_gathers(megatron, parallel, tensors, model)
     )
 
 
-@pytest.mark.parametrize("keys", ["fsdp_dtensor", "plain"])
-def test_latent_attention_with_and_without_the_fusion_at_other_sizes(megatron, tmp_path, keys):
+@pytest.mark.parametrize(
+    ("keys", "saved", "first", "loaded", "second"),
+    [
+        ("fsdp_dtensor", LATENT, {"tp": 2}, FUSED, {}),
+        ("plain", LATENT, {}, FUSED, {"ep": 2}),
+        ("plain", FUSED, {}, LATENT, {"tp": 2}),
+        ("fsdp_dtensor", FUSED, {"tp": 2}, FUSED, {}),
+    ],
+    ids=["to fused", "to fused, plain", "from fused, plain", "both fused"],
+)
+def test_latent_attention_with_and_without_the_fusion_at_other_sizes(
+    megatron, tmp_path, keys, saved, first, loaded, second
+):
     """Weights, moments, steps and options of groups; the norm that the fusion takes in too."""
-    for name, saved, first, loaded, second in (
-        ("to fused", LATENT, {"tp": 2}, FUSED, {}),
-        ("from fused", FUSED, {}, LATENT, {"tp": 2}),
-        ("both fused", FUSED, {"tp": 2}, FUSED, {"ep": 2}),
-    ):
-        path = str(tmp_path / name)
-        megatron.run("bothways:save_ours", parallel=first, path=path, keys=keys, **saved)
-        assert not [key for key in stored(path) if "linear_qkv_down_proj" in key]
-        right(megatron.run("bothways:load_ours", parallel=second, path=path, **loaded))
+    path = str(tmp_path)
+    megatron.run("bothways:save_ours", parallel=first, path=path, keys=keys, **saved)
+    assert not [key for key in stored(path) if "linear_qkv_down_proj" in key]
+    right(megatron.run("bothways:load_ours", parallel=second, path=path, **loaded))
 
 
 def test_fused_latent_attention_as_megatron_lm_writes_it(megatron, tmp_path):
@@ -182,3 +188,21 @@ def test_pipelines(megatron, tmp_path, saved, loaded, model):
     assert {0, 1, 2, 3} == layers
     inner = {key.split(".")[4] for key in stored(path) if key.startswith("model.mtp.layers.0.t")}
     assert ({"transformer_layer"} if model is MTP else set()) == inner
+
+
+def test_extra_states_go_with_their_modules(megatron, tmp_path):
+    """What fp8 keeps beside the weights: by layer, expert and inner layer of MTP, if asked for."""
+    path, options = str(tmp_path), {**MTP, "extra_state": True}
+    megatron.run("ddp:save", parallel={"pp": 2, "chunks": 2}, path=path, **options)
+    results = megatron.run("ddp:load", parallel={"pp": 2, "ep": 2}, path=path, **options)
+    right(results)
+    histories = {name: good for result in results for name, good in result["histories"].items()}
+    assert all(histories.values())
+    # Each of 4 layers and MTP's inner one has a projection of its attention, 4 experts and shared
+    # ones; besides, there are MTP's own projection and the output layer.
+    assert {"decoder.layers.3.mlp.experts.local_experts.3.linear_fc1", "output_layer"} < set(
+        histories
+    )
+    assert 5 * (1 + 4 + 1) + 2 == len(histories)
+    megatron.run("ddp:save", parallel={}, path=path + "/without", **MTP)
+    assert not [key for key in stored(path + "/without") if "extra_state" in key]

@@ -9,6 +9,7 @@ import torch
 from hybrid import Parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 
 from shardplan.planner.megatron import load_checkpoint, save_checkpoint
@@ -73,6 +74,7 @@ class Job:
             )
             for bare in chunks
         ]
+        self.chunks = wrapped
         self.model = wrapped if isinstance(built, list) else wrapped[0]
         settings = OptimizerConfig(
             optimizer="adam",
@@ -172,6 +174,39 @@ class Job:
                 found[f"{name} step"] = 1
         return found
 
+    def modules(self):
+        """The global name and the module of each tensor-parallel layer."""
+        for number, chunk in enumerate(self.chunks):
+            inner = chunk.module.module
+            for path, module in inner.named_modules():
+                if isinstance(module, ColumnParallelLinear):
+                    name = self.global_name(path, number, len(inner.decoder.layers))
+                    yield (
+                        re.sub(
+                            r"local_experts\.(\d+)",
+                            lambda m: f"local_experts.{int(m[1]) + self.ranks.first_expert}",
+                            name,
+                        ),
+                        module,
+                    )
+
+    def keep_histories(self, right: bool) -> None:
+        """Gives layers an extra state as fp8 has it: a history of as many numbers as it takes."""
+        ColumnParallelLinear.get_extra_state = lambda module: module.history
+        ColumnParallelLinear.set_extra_state = lambda module, value: setattr(
+            module, "history", value
+        )
+        for name, module in self.modules():
+            module.history = logical.numbered(name, (len(name),)) if right else torch.zeros(3)
+
+    def histories(self) -> dict[str, bool]:
+        """Whether each layer has the history that goes with its name."""
+        return {
+            name: torch.equal(module.history, logical.numbered(name, (len(name),)))
+            for name, module in self.modules()
+            if hasattr(module, "history")
+        }
+
     @staticmethod
     def state_that_steps(inner, own):
         (found,) = [sub.state[own] for sub in inner.sub_optimizers if own in sub.state]
@@ -180,6 +215,8 @@ class Job:
 
 def save(parallel: dict, path: str, extra_state: bool = False, **options) -> dict:
     job = Job(parallel, right=True, **options)
+    if extra_state:
+        job.keep_histories(right=True)
     save_checkpoint(job.model, job.optimizer, path, iteration=3, extra_state=extra_state)
     cut = [
         name
@@ -195,9 +232,12 @@ def save(parallel: dict, path: str, extra_state: bool = False, **options) -> dic
 
 def load(parallel: dict, path: str, extra_state: bool = False, **options) -> dict:
     job = Job(parallel, right=False, **options)
+    if extra_state:
+        job.keep_histories(right=False)
     loaded = load_checkpoint(job.model, job.optimizer, path, extra_state=extra_state)
     return {
         "wrong": job.wrong(),
+        "histories": job.histories(),
         "iteration": loaded.iteration,
         "names": sorted(job.names.values()),
         "missing": loaded.report.missing,
