@@ -14,7 +14,7 @@ Megatron is not imported; its objects are read by their attributes.
 """
 
 from .checkpoint import Loaded, load_checkpoint, save_checkpoint
-from .keys import FsdpDtensorSavePlanner
+from .keys import FsdpDtensorSavePlanner, whole_projections
 from .names import (
     ep_rank_and_size,
     expert_global_key,
@@ -42,4 +42,5 @@ __all__ = [
     "param_range_shards",
     "param_to_group_names",
     "save_checkpoint",
+    "whole_projections",
 ]

@@ -97,7 +97,8 @@ def save_checkpoint(
         extra: Further sections of the state dict. A value must be equal on all ranks, or be
             wrapped as one of each rank (`PerRank`).
         keys: `'fsdp_dtensor'` for the keys that Megatron-LM writes and reads; `'plain'` for names
-            without wrappers' tokens.
+            without wrappers' tokens. Loading finds either. For Megatron-LM to load a Gated
+            DeltaNet, Mamba, or fused latent attention, see `whole_projections`.
         extra_state: Whether to keep modules' `_extra_state`, which Megatron-LM leaves out; it must
             be equal on all ranks that hold a module.
         vocab_size: True size of the vocabulary (`tokenizer.vocab_size`). Megatron pads embeddings
@@ -236,7 +237,8 @@ def load_checkpoint(
             checkpoint may have another padding, or none.
         pg_collection: Process groups, by default those that the model carries.
         grid: Plain integers instead of process groups.
-        layouts: Providers; the built-in and the installed ones if not given.
+        layouts: Providers; the built-in and the installed ones if not given. `whole_projections`
+            for what Megatron-LM's own loop wrote with tensor parallelism.
         storage_reader: A DCP storage reader; torch's `FileSystemReader` of `path` if not given.
         process_group: The ranks that load, all by default.
         options: Further arguments of `LayoutAwareLoadPlanner`.

@@ -5,6 +5,7 @@
 | `FsdpDtensorNames` | finds parameters and keeps the wrappers' tokens before a name |
 | `by_component` | a state dict whose optimizer scalars stand with each component |
 | `FsdpDtensorSavePlanner` | the save planner whose checkpoints Megatron-LM loads |
+| `whole_projections` | the providers for projections as Megatron-LM's own loop keeps them |
 
 | value | key |
 |---|---|
@@ -25,7 +26,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from shardplan.layouts import Fuse, Join, Layout
+from shardplan.layouts import (
+    DEFAULT_LAYOUTS,
+    GDN,
+    Fuse,
+    Join,
+    Layout,
+    LayoutProvider,
+    Mamba,
+    MLADownProjection,
+    PipelineLayers,
+)
 from shardplan.layouts.model import WRAPPERS, clean_name
 
 from ..planning.manifest import separate_parts
@@ -158,12 +169,34 @@ def _is_scalar(slot: str, value: Any, numel: int) -> bool:
     return value.numel() == 1 and (slot == "step" or numel != 1)
 
 
+def whole_projections(tensor_parallel_size: int = 1) -> list[LayoutProvider]:
+    """Returns the providers for checkpoints of Megatron-LM 0.19's own loop.
+
+    It splits SwiGLU and nothing else: the projections of a Gated DeltaNet, of Mamba and of fused
+    latent attention are one tensor each, rank after rank, which only the same tensor-parallel
+    size reads rightly there; MTP's inner layer is `mtp_model_layer`. Pass them as `layouts=`, to
+    save for that loop, and to load what it wrote at a size of more than 1. What it wrote at 1 is
+    found without them.
+
+    Args:
+        tensor_parallel_size: That of the Megatron-LM run that reads or wrote the checkpoint.
+    """
+    own: list[LayoutProvider] = [
+        GDN(components="fused", fused_over=tensor_parallel_size),
+        Mamba(components="fused", fused_over=tensor_parallel_size),
+        MLADownProjection(components="fused", fused_over=tensor_parallel_size),
+        PipelineLayers(mtp="mtp_model_layer"),
+    ]
+    names = {provider.name for provider in own}
+    return [*(provider for provider in DEFAULT_LAYOUTS if provider.name not in names), *own]
+
+
 class FsdpDtensorSavePlanner(LayoutAwareSavePlanner):
     """Saves under the keys of Megatron-LM's own `fsdp_dtensor` checkpoints.
 
-    Takes what `LayoutAwareSavePlanner` takes. Whether Megatron-LM reads a Gated DeltaNet's
-    projections split (as Megatron-Bridge writes them) or whole, depends on the layouts: whole
-    is `GDN(components="fused")`.
+    Takes what `LayoutAwareSavePlanner` takes. Projections of several components are split, as
+    Megatron-Bridge (Gated DeltaNet) and newer releases (latent attention) have them; what
+    Megatron-LM's own loop reads of them is `layouts=whole_projections(its tensor-parallel size)`.
     """
 
     def __init__(self, model: Any = None, **options: Any) -> None:

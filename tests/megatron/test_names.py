@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardplan.layouts import Grids, LayoutError
+from shardplan.layouts import Grids, LayoutError, MLADownProjection
 from shardplan.planner.megatron import (
     ep_rank_and_size,
     expert_global_key,
     expert_local_key,
     get_ep_layer_offset,
     global_param_name,
+    whole_projections,
 )
 
 
@@ -124,6 +125,14 @@ def test_a_parameters_name_offline():
         for name in shapes
     ]
     assert [f"layers.0.mlp.experts.linear_fc1.weight{i}" for i in range(8)] == names
+
+
+def test_a_parameter_that_is_two_on_disk_has_one_name():
+    name = "layers.0.self_attention.linear_qkv_down_proj.weight"
+    for layouts in ([MLADownProjection({"*": (8, 6)})], whole_projections()):
+        assert name == global_param_name(
+            {name: (7, 3)}, name, grid=Grids.from_sizes(1, tp=2), layouts=layouts
+        )
 
 
 def test_a_parameter_of_another_model_is_refused():

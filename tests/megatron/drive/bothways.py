@@ -16,9 +16,7 @@ from megatron.core.transformer import fsdp_dtensor_checkpoint
 from megatron.training import checkpointing
 from torch.distributed.tensor import DTensor
 
-from shardplan.layouts import DEFAULT_LAYOUTS, GDN, Mamba
-from shardplan.layouts import MLADownProjection as MLA
-from shardplan.planner.megatron import load_checkpoint, save_checkpoint
+from shardplan.planner.megatron import load_checkpoint, save_checkpoint, whole_projections
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -147,11 +145,7 @@ class Job:
 
 def layouts(fused: int | None = None):
     """The built-in providers, or those for whole projections of so many tensor-parallel ranks."""
-    if fused is None:
-        return None
-    others = [make(components="fused", fused_over=fused) for make in (GDN, Mamba, MLA)]
-    names = {provider.name for provider in others}
-    return [*(p for p in DEFAULT_LAYOUTS if p.name not in names), *others]
+    return None if fused is None else whole_projections(fused)
 
 
 def save_theirs(parallel: dict, path: str, gdn: bool = True, **changes) -> dict:
