@@ -7,7 +7,8 @@
 | experts stacked in one tensor | single |
 | experts single | stacked |
 | MTP's inner layer as `mtp_model_layer` | `transformer_layer` |
-| the norm in MLA's fused down-projection as its own | `input_layernorm` |
+| the norm in MLA's fused down-projection as its own | the layer's `input_layernorm` |
+| the same as the layer's | its own |
 """
 
 import dataclasses
@@ -48,15 +49,18 @@ def _older_name(layout: Layout) -> Layout | None:
 
 
 def _absorbed_norm(layout: Layout) -> Layout | None:
-    """Returns the layout of an absorbed norm under the name that it has in its module."""
+    """Returns the layout of an absorbed norm under its module's name if it had the layer's."""
+    if MLA_FUSED not in layout.fqn:
+        return None
     tokens = layout.fqn.split(".")
-    if layout.fqn == layout.name or tokens[-2:-1] != [MLA_FUSED]:
+    if tokens[-2:-1] != [MLA_FUSED] or not tokens[-1].startswith("layer_norm_"):
         return None
+    own = ".".join(tokens[-3:])
     norm = f"{ABSORBED_NORM}.{tokens[-1].removeprefix('layer_norm_')}"
-    if not layout.name.endswith(norm):
-        return None
-    name = layout.name.removesuffix(norm) + ".".join(tokens[-3:])
-    return dataclasses.replace(layout, name=name)
+    for one, other in ((own, norm), (norm, own)):
+        if layout.name.endswith(one):
+            return dataclasses.replace(layout, name=layout.name.removesuffix(one) + other)
+    return None
 
 
 def _forms(layout: Layout, grid: Grid) -> Iterator[Layout]:
@@ -71,9 +75,9 @@ def _forms(layout: Layout, grid: Grid) -> Iterator[Layout]:
 def _joined(layout: Layout) -> Layout | None:
     """Returns the layout with its components fused if they were split, and the reverse."""
     stages = layout.stages
-    whole = next((s.whole for s in stages if isinstance(s, Concat) and s.whole), "")
     if any(isinstance(stage, Fuse | Join) for stage in stages):
         kept = tuple(stage for stage in stages if not isinstance(stage, Fuse | Join))
+        whole = next((s.whole for s in kept if isinstance(s, Concat) and s.whole), "")
         return dataclasses.replace(layout, name=layout.name.removesuffix(whole), stages=kept)
     for at, stage in enumerate(stages):
         if isinstance(stage, Concat | Interleave):
@@ -82,6 +86,7 @@ def _joined(layout: Layout) -> Layout | None:
             if isinstance(after, Shard) and after.axis != "ep":
                 last += 1
             joined: tuple[Stage, ...] = (*stages[:last], Fuse(stage.dim), *stages[last:])
+            whole = (stage.whole or "") if isinstance(stage, Concat) else ""
             return dataclasses.replace(layout, name=layout.name + whole, stages=joined)
     return None
 

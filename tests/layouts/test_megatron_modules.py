@@ -1,4 +1,7 @@
-"""Modules of Megatron that need CUDA kernels, by stand-ins: what is on disk is cut by hand here."""
+"""Modules of Megatron by stand-ins: what is on disk is cut by hand here.
+
+Live ones, but for those of Transformer Engine, are in tests/megatron/test_modules.py.
+"""
 
 from types import SimpleNamespace
 

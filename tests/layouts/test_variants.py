@@ -6,6 +6,7 @@ from shardplan.layouts import (
     ExpertGrid,
     Grids,
     LayoutRegistry,
+    MLADownProjection,
     SwiGLU,
     TensorParallel,
     model_layouts,
@@ -48,6 +49,26 @@ def test_a_dense_projection_has_two_forms(components, tp):
     right = layout_of("mlp.fc1.weight", (4, 3), grids, components=opposite, tp=tp)
     assert on_disk(right, grids) == on_disk(other, grids)
     assert right.name == other.name
+
+
+@pytest.mark.parametrize("components", ["split", "fused"])
+@pytest.mark.parametrize("leaf", ["weight", "layer_norm_weight"])
+def test_latent_attentions_down_projection_has_two_forms(components, leaf):
+    """Both as two tensors and the layer's norm, and as the module has them."""
+    grids = Grids.from_sizes(0, tp=2)
+    fqn = f"layers.0.self_attention.linear_qkv_down_proj.{leaf}"
+
+    def made(components):
+        down = MLADownProjection({"*": (8, 6)}, components=components)
+        rows = 7 if leaf == "weight" else 3
+        providers = [down, TensorParallel({"*proj.weight": 0})]
+        return model_layouts({fqn: (rows, 3)}, grids, LayoutRegistry(providers))[fqn]
+
+    right = {components: on_disk(made(components), grids) for components in ("split", "fused")}
+    own, *others = variants(made(components), grids.dense)
+    assert right.pop(components) == on_disk(own, grids)
+    (opposite,) = right.values()
+    assert [opposite] == [on_disk(other, grids) for other in others]
 
 
 def test_a_parameter_without_parts_has_one_form():
