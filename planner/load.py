@@ -39,7 +39,7 @@ from .state.materialize import materialize
 from .state.per_rank import Seat
 from .state.snapshot import Snapshot
 from .state.values import from_bytes
-from .state.views import view, write_back
+from .state.views import is_all, view, write_back
 from .without_gc import without_gc
 
 
@@ -250,11 +250,13 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         """Returns the tensor of `read_item.lengths` that the reader fills, in place if possible."""
         target = self._target(read_item)
         assert target.tensor is not None  # read items of tensors have one
-        shown = view(target.tensor, self._part(target, read_item))
+        part, local = self._part(target, read_item), local_tensor(target.tensor)
+        if is_all(local, part):
+            return local
+        shown = view(target.tensor, part)
         if shown is not None:
             return shown
         self._apart.add((read_item.dest_index.index, read_item.dest_offsets))
-        local = local_tensor(target.tensor)
         return torch.empty(read_item.lengths, dtype=local.dtype, device=local.device)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -263,7 +265,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         assert target.tensor is not None  # read items of tensors have one
         if self._apart and (read_item.dest_index.index, read_item.dest_offsets) in self._apart:
             write_back(target.tensor, self._part(target, read_item), tensor)
-        self._delivery.deliver(target, target.tensor)
+        if target.path or target.group is not None or target.as_number:
+            self._delivery.deliver(target, target.tensor)
         self._done()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -23,8 +23,6 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
     if local.is_conj() or local.is_neg():
         return None
     if local.is_contiguous():
-        if local.shape == box.sizes and not box.start:
-            return local  # all of it
         return local.as_strided(box.sizes, box.strides, local.storage_offset() + box.start)
     shape = tuple(local.shape)
     strides = contiguous_strides(shape)
@@ -47,6 +45,21 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
         index * local.stride(dim) for dim, index in enumerate(first)
     )
     return local.as_strided([s for s, _ in dims], [s for _, s in dims], start)
+
+
+def is_all(tensor: torch.Tensor, box: Box) -> bool:
+    """Returns whether a box is all of a plain tensor, which can be filled as it is.
+
+    Most tensors are, and each view costs as much as all else that reading a small one does.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.shape == box.sizes
+        and not box.start
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def copy_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -43,21 +43,27 @@ class Check:
         Raises:
             CheckpointError: If one of them is not what was written.
         """
-        block = start // BLOCK
-        for at in range(0, max(len(memory), 1), BLOCK):
-            found = block_sum(memory[at : at + BLOCK])
-            if self._table is None:
-                self._sums[block] = found
-                with self._lock:
-                    self._left -= 1
-                    done = self._left == 0
-                if done and chunk_sum(self._sums) != self._part.total:
-                    raise _damaged(self._part.where)
-            elif found != self._table[8 * block : 8 * block + 8]:
-                where = self._part.where
-                one = self._part.nbytes <= BLOCK
-                raise _damaged(where if one else f"{where}, bytes from {block * BLOCK} on")
-            block += 1
+        first, table = start // BLOCK, self._table
+        sums = [block_sum(memory[at : at + BLOCK]) for at in range(0, len(memory) or 1, BLOCK)]
+        if table is not None:
+            if b"".join(sums) != table[8 * first : 8 * (first + len(sums))]:
+                raise _damaged(self._where(first, sums, table))
+            return
+        self._sums[first : first + len(sums)] = sums
+        with self._lock:
+            self._left -= len(sums)
+            done = self._left == 0
+        if done and chunk_sum(self._sums) != self._part.total:
+            raise _damaged(self._part.where)
+
+    def _where(self, first: int, sums: list[bytes], table: bytes) -> str:
+        """Returns where the first block is that differs."""
+        if self._part.nbytes <= BLOCK:
+            return self._part.where
+        for block, found in enumerate(sums, first):
+            if found != table[8 * block : 8 * block + 8]:
+                return f"{self._part.where}, bytes from {block * BLOCK} on"
+        raise AssertionError("called where one differs")
 
 
 def _damaged(where: str) -> CheckpointError:

@@ -102,11 +102,11 @@ class DataFile:
                 f"{self.where}: rank {self.rank} did not write {key} at {tuple(chunk.offsets)}, "
                 "though the manifest says so. The ranks of this save did not hold the same values."
             )
-        sizes = tuple(chunk.sizes)
+        sizes = chunk.sizes
         if (entry.code, entry.shape) != stored_form(dtype, sizes):
             raise CheckpointError(
                 f"{self.where}: {name} has dtype {entry.code} and shape {entry.shape}, but the "
-                f"manifest says {dtype} and {sizes} (rank {self.rank})"
+                f"manifest says {dtype} and {tuple(sizes)} (rank {self.rank})"
             )
         header = self.header
         part = Part(

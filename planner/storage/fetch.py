@@ -110,10 +110,12 @@ class Fetch:
         """Asks the planner for the tensors of a chunk's parts."""
         for want in part.wants:
             for item in want.items:
-                target = self._planner.resolve_tensor(item).detach()
-                if tuple(target.shape) != want.lengths:
+                target = self._planner.resolve_tensor(item)
+                if target.requires_grad:
+                    target = target.detach()
+                if target.shape != want.lengths:
                     raise CheckpointError(
-                        f"{part.where}: {want.lengths} is asked for and the planner gives a tensor "
+                        f"{part.where}: {tuple(want.lengths)} is asked for and the planner gives a tensor "
                         f"of shape {tuple(target.shape)}"
                     )
                 if target.is_cuda and target.device not in self._synced:

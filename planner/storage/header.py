@@ -211,7 +211,7 @@ def parse_header(where: str, text: bytes, file_nbytes: int) -> Header:
     metadata = parsed.pop("__metadata__", {})
     entries = {name: _entry(where, name, raw) for name, raw in parsed.items()}
     reached = 0
-    for name, entry in sorted(entries.items(), key=lambda e: (e[1].start, e[1].stop)):
+    for name, entry in sorted(entries.items(), key=_bounds):
         if entry.start != reached:
             kind = "overlaps the entry before it" if entry.start < reached else "leaves a hole"
             raise CheckpointError(
@@ -226,6 +226,10 @@ def parse_header(where: str, text: bytes, file_nbytes: int) -> Header:
         )
     facts, sums, table = _own(where, metadata, entries)
     return Header(where, entries, facts, sums, table, data_start)
+
+
+def _bounds(item: tuple[str, Entry]) -> tuple[int, int]:
+    return item[1][2:]
 
 
 def _entry(where: str, name: str, raw: Any) -> Entry:

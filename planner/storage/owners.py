@@ -48,6 +48,7 @@ class Owners:
         self._stages = stages
         self._boxes: dict[tuple[Any, ...], dict[_Box, _Owner]] = {}
         self._turns: dict[tuple[Any, ...], dict[tuple[str, Shape | None], int]] = {}
+        self._starts: dict[tuple[int, int, str], Grid] = {}
 
     def place(self, stage: int, origin: Laid | Extra, key: str, offsets: Shape | None) -> int:
         """Returns the place of the rank that wrote a chunk, or a whole value.
@@ -117,9 +118,13 @@ class Owners:
         return self._commit.place(laid.kind.chunk, laid.layout.family, grid.linear(grid.axes))
 
     def _start(self, stage: int, laid: Laid) -> Grid:
-        chunk = self._stages[stage].chunks[laid.kind.chunk]
-        grid = chunk.grids.of(laid.layout.family)
-        return grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
+        ident = (stage, laid.kind.chunk, laid.layout.family)
+        start = self._starts.get(ident)
+        if start is None:
+            grid = self._stages[stage].chunks[laid.kind.chunk].grids.of(laid.layout.family)
+            start = grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
+            self._starts[ident] = start
+        return start
 
     def _owners(self, stage: int, laid: Laid) -> dict[_Box, _Owner]:
         """Returns who wrote each box of a layout: a place, or where replicas take turns.

@@ -280,7 +280,7 @@ def _parts(file: DataFile, asked: Iterable[_Asked]) -> list[Part]:
         box = (name, item.storage_offsets, item.lengths)
         want = wants.get(box)
         if want is None:
-            want = wants[box] = Want(tuple(item.storage_offsets), tuple(item.lengths))
+            want = wants[box] = Want(item.storage_offsets, item.lengths)
             part.wants.append(want)
         want.items.append(item)
     return list(parts.values())

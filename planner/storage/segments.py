@@ -15,6 +15,7 @@ whole load; see `Verify`.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from shardplan.layouts.slab import Shape
@@ -166,13 +167,20 @@ def segments_of(
         table_of: Returns the checksums of a chunk's blocks.
         stats: Counts what is needed and what is not checked.
     """
-    needed = sum(math.prod(w.lengths) * p.dtype.itemsize for p in parts for w in p.wants)
+    needed = 0
+    for part in parts:
+        for want in part.wants:
+            needed += math.prod(want.lengths) * part.dtype.itemsize
     stats.needed += needed
     allowance.need(needed)
-    for part in sorted(parts, key=lambda part: part.position):
+    for part in sorted(parts, key=attrgetter("position")):
         nbytes = part.nbytes
         if len(part.wants) == 1 and part.wants[0].lengths == part.sizes:
-            yield from _pieces(part, 0, nbytes, limit, Check(part) if verify else None)
+            check = Check(part) if verify else None
+            if nbytes <= limit:
+                yield Range(part, 0, nbytes, check)
+            else:
+                yield from _pieces(part, 0, nbytes, limit, check)
             continue
         runs = [runs_of(part.sizes, w.offsets, w.lengths, part.dtype.itemsize) for w in part.wants]
         more = max(nbytes - sum(run.total for run in runs), 0)
