@@ -25,15 +25,12 @@ from .buffers import Buffer, Buffers, Copies, memory_of
 from .place import InFile
 from .segments import Range, Rows, runs_of
 from .stats import Stats
-from .sums import BLOCK
 from .wanted import Part, Want
 
 # Segments up to this size share a buffer; more bytes or segments at once would wait too long.
 GATHERED = 256 << 10
 _TOGETHER = 4 << 20
 _MOST = 2048
-# What is read where it belongs is read so much at a time and checked while it is in the cache.
-_PIECE = 4 * BLOCK
 
 Segment = Range | Rows
 
@@ -216,7 +213,7 @@ def _read_direct(file: InFile, where: str, segment: Segment, memory: Any) -> tup
     if isinstance(segment, Rows):
         return _pull_rows(file, where, segment, memory), len(memory)
     position, check = segment.part.position + segment.start, segment.check
-    step = len(memory) if check is None else _PIECE
+    step = len(memory) if check is None else file.piece
     for at in range(0, len(memory), step):
         piece = memory[at : at + step]
         _pull(file, where, piece, position + at)

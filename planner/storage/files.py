@@ -213,6 +213,7 @@ class _LocalIn:
     """A data file that is read by position."""
 
     least_read = 1 << 10
+    piece = 1 << 20  # is in the processor's cache when its checksums are computed
 
     def __init__(self, path: Path) -> None:
         try:

@@ -12,7 +12,7 @@ ranks, are made for the layouts of those keys only that somebody asks for.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -206,7 +206,7 @@ class StageKeys:
 
     def _names_of(self, kind: Kind) -> _Names:
         grids, layouts = self._manifest.chunks[kind.chunk].grids, self._manifest.layouts(kind)
-        frames: dict[tuple[int, str], list[tuple[str, int | None]]] = {}
+        frames: dict[Hashable, list[tuple[str, int | None]]] = {}
         experts: dict[tuple[int, str], list[str]] = {}
         rows = []
         for index, layout in enumerate(layouts):
@@ -214,7 +214,7 @@ class StageKeys:
             if not _sharded(kind):
                 rows.append(_value_rows(index, layout, grid, experts))
                 continue
-            same = (id(layout.stages), layout.family)
+            same = (layout.local_shape, layout.stages[1:], layout.family)
             found = frames.get(same)
             if found is None:
                 found = frames[same] = _frames(layout, grid)

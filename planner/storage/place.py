@@ -43,10 +43,12 @@ class InFile(Protocol):
     Attributes:
         nbytes: Its size.
         least_read: Bytes below which a read costs as much as one of so many.
+        piece: Bytes that are best read at once where checksums are computed between reads.
     """
 
     nbytes: int
     least_read: int
+    piece: int
 
     def read_into(self, memory: Any, position: int) -> int:
         """Fills `memory` from a position on; returns how many bytes there were."""

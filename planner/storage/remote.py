@@ -141,6 +141,7 @@ class _Ranges:
     """An object that is read by byte ranges."""
 
     least_read = 64 << 10
+    piece = 64 << 20  # every read is a request
 
     def __init__(self, fs: Any, path: str, where: str) -> None:
         self._fs = fs

@@ -120,7 +120,8 @@ def test_large_objects_go_up_in_parts_and_come_back_under_another_layout(url):
 
     alone.saved(url, [{"model": {"w": whole}}], planners(LayoutAwareSavePlanner, 0, 1))
     rows = [{"model": {"w": torch.zeros(2048, 4096)}} for _ in range(2)]
-    alone.load(url, rows, planners(LayoutAwareLoadPlanner, 0, 2))
+    readers = alone.load(url, rows, planners(LayoutAwareLoadPlanner, 0, 2))
+    assert [2, 2] == [reader.stats.reads for reader in readers], "16 MiB with each request"
     assert torch.equal(whole, torch.cat([state["model"]["w"] for state in rows]))
 
 

@@ -18,12 +18,20 @@ from shardplan.layouts import (
 )
 from shardplan.layouts.layout import evaluate
 from shardplan.planner.planning import manifest as planning
-from shardplan.planner.planning.manifest import SHARD, Kind, Members, StageManifest
+from shardplan.planner.planning.manifest import (
+    SHARD,
+    ChunkLists,
+    Kind,
+    Members,
+    StageManifest,
+)
 from shardplan.planner.planning.table import build_table
 from shardplan.planner.save import checkpoint_metadata
 from shardplan.planner.state.entries import Place
 from shardplan.planner.storage.claims import vouched
 from shardplan.planner.storage.commit import Commit
+from shardplan.planner.storage.index import KeyIndex
+from shardplan.planner.storage.keys import StageKeys
 from shardplan.planner.storage.part import part_from_json, part_to_json
 
 PARAMETERS = 20_000
@@ -106,3 +114,19 @@ def test_a_flat_buffer_shared_with_another_stage_is_cut_where_each_rank_is():
         lists.of(layouts["first"], 4)
     with pytest.raises(CheckpointError, match=r"second: \[0, 2\) is covered by no rank"):
         lists.of(layouts["second"], 4)
+
+
+@pytest.mark.parametrize("form", ["even", "flat"])
+def test_index_is_4_bytes_a_name_and_a_few_keys_need_few_chunk_lists(form, monkeypatch):
+    made = manifest(4096, form)
+    keys = StageKeys(made)
+    index = KeyIndex.of(keys.arounds(), [keys.names() for _ in range(8)])
+    assert 8 * 4 * PARAMETERS == sum(map(len, index.names))
+    name = "decoder.layers.7.mlp.linear_fc1.weight"
+    lists = []
+    real = ChunkLists._make
+    monkeypatch.setattr(ChunkLists, "_make", lambda *a: (lists.append(a[1].fqn), real(*a))[1])
+    for place in (f"model.{name}", f"optimizer.state.{name}.exp_avg"):
+        assert (8192, 1024) == tuple(keys.stored(keys.find(place)).size)
+    assert [name] == lists
+    assert keys.find(f"model.{name}.other") is None
