@@ -38,8 +38,9 @@ from shardplan.layouts.model import clean_name
 from ..compat import local_tensor
 from .copies import copied_names
 
-# Options that say how the grid groups parameters; the live ones stay.
-_OF_THE_GRID = frozenset(("is_expert_parallel",))
+# Options that say how the grid groups parameters and which code steps them, which decides where the
+# step counts lie; the live ones stay.
+_LIVE = frozenset(("is_expert_parallel", "capturable", "differentiable", "foreach", "fused"))
 # The slot of a weight in higher precision, which the optimizer steps.
 MASTER = "master_param"
 
@@ -335,7 +336,7 @@ def finish_load(
         other = first.setdefault(id(member.group), member)
         for option, value in member.options.items():
             known = other.options.get(option)
-            if option not in _OF_THE_GRID and not _equal(known, value):
+            if option not in _LIVE and not _equal(known, value):
                 faults.append(
                     f"{option}: {other.name} was saved with {known!r} and {member.name} with "
                     f"{value!r}"
@@ -347,7 +348,7 @@ def finish_load(
         )
     for member in first.values():
         loaded = member.options.items()
-        member.group.update({k: value for k, value in loaded if k not in _OF_THE_GRID})
+        member.group.update({k: value for k, value in loaded if k not in _LIVE})
     for part in inner_optimizers(optimizer) if optimizer is not None else ():
         _refresh_copies(part.optimizer, masters)
     for chunk in chunks_of(model):
