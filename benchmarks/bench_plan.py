@@ -42,12 +42,12 @@ from shardplan.planner.planning.manifest import Members
 from shardplan.planner.save import checkpoint_metadata
 from shardplan.planner.saving.agreement import compare
 from shardplan.planner.saving.messages import PlanMessage
-from shardplan.planner.storage.claims import vouched
-from shardplan.planner.storage.commit import CHECKPOINT, groups_to_json, part_name
-from shardplan.planner.storage.files import files_at
-from shardplan.planner.storage.join import commit_of
-from shardplan.planner.storage.part import part_to_json
-from shardplan.planner.storage.session import Marker
+from shardplan.planner.storage.format.claims import vouched
+from shardplan.planner.storage.format.commit import CHECKPOINT, groups_to_json, part_name
+from shardplan.planner.storage.format.part import part_to_json
+from shardplan.planner.storage.places.files import files_at
+from shardplan.planner.storage.writing.join import commit_of
+from shardplan.planner.storage.writing.session import Marker
 from shardplan.planner.without_gc import without_gc
 
 RANKS = 8

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardplan.layouts import CheckpointError
 
-from ..storage.commit import CHECKPOINT
+from ..storage.format.commit import CHECKPOINT
 from .opened import Checkpoint
 from .own import OwnCheckpoint
 from .safetensors_files import INDEX, SafetensorsFiles

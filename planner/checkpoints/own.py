@@ -19,15 +19,15 @@ from ..planning.manifest import Extra, StageManifest
 from ..save import Origins, checkpoint_metadata
 from ..state.entries import Index
 from ..state.values import to_bytes
-from ..storage.commit import CHECKPOINT, data_name, read_commit
-from ..storage.datafile import DataFile
-from ..storage.files import files_at
-from ..storage.join import read_stages
-from ..storage.owners import Owners
-from ..storage.plain import from_plain
-from ..storage.stats import Stats
-from ..storage.sums import BLOCK, block_sum, chunk_sum
-from ..storage.wanted import Part
+from ..storage.format.commit import CHECKPOINT, data_name, read_commit
+from ..storage.format.plain import from_plain
+from ..storage.format.sums import BLOCK, block_sum, chunk_sum
+from ..storage.places.files import files_at
+from ..storage.reading.datafile import DataFile
+from ..storage.reading.owners import Owners
+from ..storage.reading.parts import read_stages
+from ..storage.reading.stats import Stats
+from ..storage.reading.wanted import Part
 from ..without_gc import without_gc
 from .arrays import Array
 from .files import Files

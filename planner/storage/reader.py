@@ -25,17 +25,17 @@ from shardplan.layouts import CheckpointError
 from ..state.values import classes_in, to_bytes
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
-from .catalogue import Catalogue, metadata_of
-from .commit import CHECKPOINT, Commit, read_commit
-from .datafile import DataFile
-from .fetch import Fetch
-from .files import Files, files_at
-from .owners import Owners
-from .plain import from_plain
-from .segments import Allowance, Verify, segments_of
-from .shared import SharedRead
-from .stats import Stats
-from .wanted import Part, Want
+from .format.commit import CHECKPOINT, Commit, read_commit
+from .format.plain import from_plain
+from .places.files import Files, files_at
+from .reading.catalogue import Catalogue, metadata_of
+from .reading.datafile import DataFile
+from .reading.fetch import Fetch
+from .reading.owners import Owners
+from .reading.segments import Allowance, Verify, segments_of
+from .reading.shared import SharedRead
+from .reading.stats import Stats
+from .reading.wanted import Part, Want
 
 
 class _Asked(NamedTuple):

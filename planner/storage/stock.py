@@ -37,14 +37,14 @@ from ..compat import rebuild_tensor, storage_info
 from ..save import Origins, checkpoint_metadata
 from ..state.values import to_bytes
 from ..without_gc import without_gc
-from .commit import CHECKPOINT, Commit, read_commit
-from .datafile import DataFile
-from .files import Files, files_at
-from .header import HEAD, chunk_name
-from .join import read_stages
-from .owners import Owners
-from .plain import from_plain
-from .stats import Stats
+from .format.commit import CHECKPOINT, Commit, read_commit
+from .format.header import HEAD, chunk_name
+from .format.plain import from_plain
+from .places.files import Files, files_at
+from .reading.datafile import DataFile
+from .reading.owners import Owners
+from .reading.parts import read_stages
+from .reading.stats import Stats
 
 METADATA = ".metadata"
 _RAW = "shardplan.raw: load with SafetensorsReader, or save with SafetensorsWriter(stock=True)"

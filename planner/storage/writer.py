@@ -20,10 +20,10 @@ from shardplan.layouts import CheckpointError
 from ..saving.messages import PlanMessage
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
-from .files import files_at
-from .join import PlansDiffer, commit_of
-from .rankfile import RankFile, Vouched
-from .session import Marker, Session
+from .places.files import files_at
+from .writing.join import PlansDiffer, commit_of
+from .writing.rankfile import RankFile, Vouched
+from .writing.session import Marker, Session
 
 
 class SafetensorsWriter(StorageWriter):

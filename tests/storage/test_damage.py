@@ -16,9 +16,9 @@ import torch
 from shardplan.layouts import Cut, DTensorStorage, Grids
 from shardplan.planner import CheckpointError, LayoutAwareLoadPlanner, LayoutAwareSavePlanner
 from shardplan.planner.storage import SafetensorsReader
-from shardplan.planner.storage.commit import CHECKPOINT, _sum
-from shardplan.planner.storage.header import parse_header
-from shardplan.planner.storage.sums import block_sum
+from shardplan.planner.storage.format.commit import CHECKPOINT, _sum
+from shardplan.planner.storage.format.header import parse_header
+from shardplan.planner.storage.format.sums import block_sum
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from shardplan.planner import (
 )
 from shardplan.planner.planning.manifest import ChunkLists
 from shardplan.planner.save import checkpoint_metadata
-from shardplan.planner.storage.commit import read_commit
-from shardplan.planner.storage.files import LocalFiles, files_at
-from shardplan.planner.storage.index import KeyIndex
-from shardplan.planner.storage.join import read_stages
+from shardplan.planner.storage.format.commit import read_commit
+from shardplan.planner.storage.format.index import KeyIndex
+from shardplan.planner.storage.places.files import LocalFiles, files_at
+from shardplan.planner.storage.reading.parts import read_stages
 
 STAGES, SHARDS, LAYERS = 3, 2, 6
 RULES = [DTensorStorage({"*": (Cut(0, "dp_shard"),)})]

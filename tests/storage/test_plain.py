@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from shardplan.planner import CheckpointError
-from shardplan.planner.storage.header import chunk_name, split_name
-from shardplan.planner.storage.plain import from_plain, to_plain
+from shardplan.planner.storage.format.header import chunk_name, split_name
+from shardplan.planner.storage.format.plain import from_plain, to_plain
 
 
 class Colour(enum.Enum):

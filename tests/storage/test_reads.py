@@ -18,7 +18,7 @@ from shardplan.planner import (
     LayoutAwareSavePlanner,
     SafetensorsReader,
 )
-from shardplan.planner.storage.segments import runs_of
+from shardplan.planner.storage.reading.segments import runs_of
 
 ROWS, COLUMNS = 1500, 700  # 4.2 MB: four blocks and a bit
 

@@ -22,7 +22,7 @@ from shardplan.planner import (
     SafetensorsReader,
     SafetensorsWriter,
 )
-from shardplan.planner.storage.files import LocalFiles, files_at
+from shardplan.planner.storage.places.files import LocalFiles, files_at
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +84,24 @@ def test_missing_rank_leaves_the_old_one(url):
     assert small.loaded(url) == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_failed_save_leaves_the_old_one(url, failing):
+def test_failed_save_leaves_the_old_one(url, failing, late):
+    """Late: the rank that is well begins to write when the other has failed already."""
     assert small.save(url, 1) == [None, None]
-    begun = threading.Barrier(2)
+    begun, over = threading.Barrier(2), threading.Event()
 
     class Writer(SafetensorsWriter):
         def write_data(self, plan, planner):
             begun.wait(10)
             if self._rank == failing:
                 planner.resolve_data = self.broken
-            return super().write_data(plan, planner)
+            elif late and failing == 0:  # only a leader that fails waits for nobody
+                over.wait(10)
+            try:
+                return super().write_data(plan, planner)
+            finally:
+                over.set()
 
         def broken(self, item):
             raise OSError(28, "No space left on device")

@@ -28,11 +28,11 @@ from shardplan.planner.planning.manifest import (
 from shardplan.planner.planning.table import build_table
 from shardplan.planner.save import checkpoint_metadata
 from shardplan.planner.state.entries import Place
-from shardplan.planner.storage.claims import vouched
-from shardplan.planner.storage.commit import Commit
-from shardplan.planner.storage.index import KeyIndex
-from shardplan.planner.storage.keys import StageKeys
-from shardplan.planner.storage.part import part_from_json, part_to_json
+from shardplan.planner.storage.format.claims import vouched
+from shardplan.planner.storage.format.commit import Commit
+from shardplan.planner.storage.format.index import KeyIndex
+from shardplan.planner.storage.format.part import part_from_json, part_to_json
+from shardplan.planner.storage.reading.keys import StageKeys
 
 PARAMETERS = 20_000
 LAYER = {

@@ -20,9 +20,9 @@ from shardplan.layouts.serial import stage_from_json, stage_to_json
 from shardplan.layouts.stages import Stage
 from shardplan.layouts.storage import FlatBuffer
 
-from ..planning.manifest import OBJECT, SHARD, VALUE, Extra, Kind, Members, StageManifest
-from ..planning.table import Chunk
-from ..state.entries import Index, Path, Place
+from ...planning.manifest import OBJECT, SHARD, VALUE, Extra, Kind, Members, StageManifest
+from ...planning.table import Chunk
+from ...state.entries import Index, Path, Place
 from .dtypes import dtype_name, dtype_of
 from .header import FORMAT_VERSION, check_version
 

@@ -12,13 +12,13 @@ import torch
 
 from shardplan.layouts import CheckpointError
 
+from ..format.commit import Commit, data_name
+from ..format.dtypes import stored_form
+from ..format.header import SUMS, VALUES, Header, chunk_name, header_length, parse_header
+from ..format.sums import block_count
+from ..places.files import Files
 from .checks import Check
-from .commit import Commit, data_name
-from .dtypes import stored_form
-from .files import Files
-from .header import SUMS, VALUES, Header, chunk_name, header_length, parse_header
 from .stats import Stats
-from .sums import block_count
 from .wanted import Part
 
 

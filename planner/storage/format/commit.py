@@ -18,8 +18,8 @@ from typing import Any
 
 from shardplan.layouts import CheckpointError
 
-from ..planning.manifest import Kind, Members
-from .files import Files
+from ...planning.manifest import Kind, Members
+from ..places.files import Files
 from .header import FORMAT_VERSION, SAVE_DIGITS, check_version
 from .index import KeyIndex
 from .part import MAX_RANKS, bits_from_text, bits_to_text, kind_from_json, kind_to_json

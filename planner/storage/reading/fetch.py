@@ -21,8 +21,8 @@ import torch
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.slab import flat_boxes
 
-from .buffers import Buffer, Buffers, Copies, memory_of
-from .place import InFile
+from ..buffers import Buffer, Buffers, Copies, memory_of
+from ..places.place import InFile
 from .segments import Range, Rows, runs_of
 from .stats import Stats
 from .wanted import Part, Want

@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from shardplan.layouts import CheckpointError
 
-from ..loading.reading import StoredInParts
-from ..planning.manifest import Extra, Laid, StageManifest, Stored
-from ..without_gc import without_gc
-from .claims import join_stages
-from .commit import Commit
-from .files import Files
-from .join import read_part
+from ...loading.reading import StoredInParts
+from ...planning.manifest import Extra, Laid, StageManifest, Stored
+from ...without_gc import without_gc
+from ..format.claims import join_stages
+from ..format.commit import Commit
+from ..places.files import Files
 from .keys import StageKeys
 from .owners import Stages
+from .parts import read_part
 from .stats import Stats
 
 

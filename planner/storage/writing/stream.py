@@ -24,8 +24,8 @@ import torch
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.slab import flat_boxes
 
-from .buffers import Buffer, Buffers, Copies, Mark, memory_of
-from .sums import BLOCK, block_count, block_sum, chunk_sum
+from ..buffers import Buffer, Buffers, Copies, Mark, memory_of
+from ..format.sums import BLOCK, block_count, block_sum, chunk_sum
 
 # Chunks up to this size are gathered; larger ones are worth a call of their own.
 GATHERED = 256 << 10

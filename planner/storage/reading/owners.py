@@ -18,10 +18,10 @@ from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Shape
 from shardplan.layouts.stages import Stage
 
-from ..planning.manifest import OBJECT, SHARD, Extra, Laid, StageManifest, value_names
-from ..planning.ownership import Turns, parts, take, value_writers, writer_of_value
-from ..saving.messages import PER_RANK
-from .commit import Commit
+from ...planning.manifest import OBJECT, SHARD, Extra, Laid, StageManifest, value_names
+from ...planning.ownership import Turns, parts, take, value_writers, writer_of_value
+from ...saving.messages import PER_RANK
+from ..format.commit import Commit
 
 # Bytes that a Python value counts for in the turns of replicas; see planner/saving/writing.py.
 _OBJECT_NBYTES = 64

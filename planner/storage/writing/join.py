@@ -3,31 +3,28 @@
 | name | does |
 |---|---|
 | `commit_of` | the `Commit` of a save from its ranks' markers |
-| `read_part` | the manifest's part of one of a committed save's stages |
-| `read_stages` | the manifests of all of them |
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
-from ..planning.manifest import StageManifest
-from ..save import checkpoint_metadata
-from ..without_gc import without_gc
-from .claims import Groups, join_stages
-from .commit import Commit, groups_from_json, parse, part_name
-from .files import Files
-from .index import KeyIndex
-from .keys import StageKeys
-from .part import part_from_json
+from ...planning.manifest import StageManifest
+from ...save import checkpoint_metadata
+from ...without_gc import without_gc
+from ..format.claims import Groups
+from ..format.commit import Commit, groups_from_json, part_name
+from ..format.index import KeyIndex
+from ..format.sums import block_sum
+from ..places.files import Files
+from ..reading.keys import StageKeys
+from ..reading.parts import read_stages
 from .session import Marker
-from .sums import block_sum
 
 
 class PlansDiffer(CheckpointError):
@@ -154,47 +151,3 @@ def _tables(markers: Sequence[Marker]) -> tuple[tuple[tuple[int, ...] | None, ..
             pair.append(tuple(at[p].place if p in at else next(spare) for p in range(len(markers))))
         tables.append(tuple(pair))
     return tuple(tables) if any(table for pair in tables for table in pair) else ()
-
-
-def read_stages(files: Files, commit: Commit) -> tuple[list[StageManifest], list[str]]:
-    """Returns the manifests of a save's pipeline stages, and the digests of their ranks' plans.
-
-    Raises:
-        CheckpointError: If a part is missing, damaged, of another save or of a newer version.
-    """
-    parts = [read_part(files, commit, stage) for stage in range(len(commit.parts))]
-    return join_stages([p.manifest for p in parts], commit.groups), [p.digest for p in parts]
-
-
-class Part(NamedTuple):
-    """The manifest's part of one pipeline stage, as it was read.
-
-    Attributes:
-        manifest: What the stage's first rank vouches for.
-        digest: Digest of the plans of the stage's ranks.
-        nbytes: Size of the file.
-    """
-
-    manifest: StageManifest
-    digest: str
-    nbytes: int
-
-
-def read_part(files: Files, commit: Commit, stage: int) -> Part:
-    """Returns the manifest's part of one of a save's pipeline stages.
-
-    Raises:
-        CheckpointError: If it is missing, damaged, of another save or of a newer version.
-    """
-    name = part_name(commit.save, stage)
-    where = f"{files.root}/{name}"
-    raw = files.read(name)
-    if raw is None:
-        raise CheckpointError(
-            f"{where}: missing, though the checkpoint was complete. Put the file back, or load "
-            "another checkpoint."
-        )
-    manifest, digest = part_from_json(where, parse(where, raw), commit.save, commit.ranks)
-    if block_sum(raw).hex() != commit.parts[stage]:
-        raise CheckpointError(f"{where}: its checksum is not that of checkpoint.json; damaged")
-    return Part(manifest, digest, len(raw))

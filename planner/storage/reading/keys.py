@@ -28,7 +28,7 @@ from shardplan.layouts import Grid, Layout, Shard, clean_name
 from shardplan.layouts.layout import EXPERT, evaluate
 from shardplan.layouts.storage import Whole
 
-from ..planning.manifest import (
+from ...planning.manifest import (
     SHARD,
     ChunkLists,
     Extra,
@@ -39,7 +39,7 @@ from ..planning.manifest import (
     Stored,
     all_value_names,
 )
-from ..state.entries import Path, Place, stock_path
+from ...state.entries import Path, Place, stock_path
 
 Around = tuple[str, str]
 

@@ -37,7 +37,7 @@ import torch
 
 from shardplan.layouts import CheckpointError
 
-from ..compat import local_tensor
+from ...compat import local_tensor
 from .dtypes import dtype_name, dtype_of
 
 _ARRAY = re.compile(r"[<>|=]?(b1|[iufc]\d+|[SUV]\d+|[mM]8(\[\w+\])?)\Z")

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardplan.layouts import CheckpointError
 
-from .sums import BLOCK, block_count, block_sum, chunk_sum
+from ..format.sums import BLOCK, block_count, block_sum, chunk_sum
 from .wanted import Part
 
 

@@ -16,21 +16,21 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from shardplan.layouts import CheckpointError
 
-from ..planning.manifest import StageManifest
-from ..saving.agreement import first_difference
-from ..saving.messages import PlanMessage
-from .buffers import Buffers
-from .claims import Groups, vouched
-from .commit import data_name, groups_to_json, parse, part_name
-from .dtypes import stored_form
-from .files import Files
-from .header import FORMAT_VERSION, HEAD, SUMS, VALUES, HeaderText, chunk_name
-from .part import part_from_json, part_to_json
-from .plain import to_plain
+from ...planning.manifest import StageManifest
+from ...saving.agreement import first_difference
+from ...saving.messages import PlanMessage
+from ..buffers import Buffers
+from ..format.claims import Groups, vouched
+from ..format.commit import data_name, groups_to_json, parse, part_name
+from ..format.dtypes import stored_form
+from ..format.header import FORMAT_VERSION, HEAD, SUMS, VALUES, HeaderText, chunk_name
+from ..format.part import part_from_json, part_to_json
+from ..format.plain import to_plain
+from ..format.sums import ALGORITHM, BLOCK, block_count
+from ..places.files import Files
+from ..stock import torch_head
 from .session import Marker, Session
-from .stock import torch_head
 from .stream import Nowhere, Piece, sums_of, write_pieces
-from .sums import ALGORITHM, BLOCK, block_count
 
 
 class Vouched:

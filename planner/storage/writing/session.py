@@ -31,8 +31,8 @@ from typing import Any
 from shardplan.layouts import CheckpointError
 from shardplan.layouts.errors import summary
 
-from .commit import CHECKPOINT, Commit, is_save, parse, read_commit
-from .files import Files, is_leftover
+from ..format.commit import CHECKPOINT, Commit, is_save, parse, read_commit
+from ..places.files import Files, is_leftover
 
 STATUS = ".save.json"
 _OPEN, _FAILED = "open", "failed"
@@ -181,13 +181,25 @@ class Session:
         """Returns the id of the save that is open, once the leader has begun.
 
         Raises:
-            CheckpointError: If it does not begin.
+            CheckpointError: If the save failed, or does not begin.
         """
         watch = _Watch(self.timeout)
         while (save := self.current()) is None:
-            if not watch.pause(None):
+            status = self._status()
+            if status is not None:
+                self._raise_if_failed(status)
+            if not watch.pause(status):
                 raise self._no_leader()
         return save
+
+    def _raise_if_failed(self, status: dict[str, Any]) -> None:
+        if status["save"] in self._stale:
+            return
+        if status["state"] == _FAILED or self._seen.intersection(status["failed"]):
+            raise CheckpointError(
+                f"{self.files.root}: the save failed, and what was there before is as it "
+                f"was: {status['error']}"
+            )
 
     def _no_leader(self) -> CheckpointError:
         return CheckpointError(
@@ -214,11 +226,7 @@ class Session:
             if save != announced and self._is_complete(announced):
                 return
             if status is not None and save is not None and save not in self._stale:
-                if status["state"] == _FAILED or self._seen.intersection(status["failed"]):
-                    raise CheckpointError(
-                        f"{self.files.root}: the save failed, and what was there before is as it "
-                        f"was: {status['error']}"
-                    )
+                self._raise_if_failed(status)
                 if save not in (announced, self.old):
                     try:
                         announce(save)

@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 
 from shardplan.layouts.slab import Shape
 
+from ..format.sums import BLOCK
 from .checks import Check
 from .stats import Stats
-from .sums import BLOCK
 from .wanted import Part, Want
 
 # True: blocks that are read whole, and others while the rest of them adds at most 1/256 to what the

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardplan.layouts import CheckpointError, Grid, Layout
 
-from ..planning.manifest import Extra, Kind, Members, StageManifest
+from ...planning.manifest import Extra, Kind, Members, StageManifest
 
 Groups = dict[Kind, Members]
 

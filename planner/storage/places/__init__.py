@@ -1,0 +1,1 @@
+"""Where files lie: folders, and object stores behind URLs."""
