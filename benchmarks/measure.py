@@ -204,19 +204,21 @@ class Results:
         self.rows.append(row)
 
     def table(self, title: str, columns: dict[str, str], **only: Any) -> None:
-        """Prints the lines that have the given values as a table.
+        """Prints the lines that have the given values as a table; nothing if there are none.
 
         Args:
             title: Heading.
             columns: Heading of each column, by the name of its value.
             **only: Values that a line must have to be shown.
         """
+        rows = [r for r in self.rows if all(r.get(key) == value for key, value in only.items())]
+        if not rows:
+            return
         table = Table(title=title, title_justify="left")
         for heading in columns.values():
             table.add_column(heading, justify="right")
-        for row in self.rows:
-            if all(row.get(key) == value for key, value in only.items()):
-                table.add_row(*(_text(row.get(column)) for column in columns))
+        for row in rows:
+            table.add_row(*(_text(row.get(column)) for column in columns))
         console = Console(width=None if sys.stdout.isatty() else 110)
         console.print(table)
 

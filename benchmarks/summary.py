@@ -59,9 +59,14 @@ def plans(rows: list[Row]) -> Iterator[Line]:
         what = (
             f"all ranks' plan, {row['parameters']:,} parameters × {row['ranks']:,} {row['layout']}"
         )
-        size = f"{row['metadata_bytes'] / 1e6:.2f} MB"
-        text = f"{_seconds(row['seconds'])}, {size}"
-        yield Line(what, text, text, _seconds(row["stock_seconds"]), "–")
+        own = row["manifest_s"] + row["commit_s"]
+        yield Line(
+            what,
+            f"{_seconds(own)}, {row['manifest_bytes'] / 1e6:.2f} MB",
+            f"{_seconds(row['seconds'])}, {row['metadata_bytes'] / 1e6:.2f} MB",
+            _seconds(row["stock_seconds"]),
+            "–",
+        )
 
 
 def messages(rows: list[Row]) -> Iterator[Line]:
