@@ -11,7 +11,7 @@ import torch
 from test_damage import rewrite_commit
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from shardplan.layouts import Cut, DTensorStorage, Grids
+from shardplan.layouts import Cut, DTensorStorage, Grids, MLADownProjection
 from shardplan.planner import (
     CheckpointError,
     LayoutAwareLoadPlanner,
@@ -213,6 +213,26 @@ def test_keys_and_stored_forms_are_those_of_the_whole_manifest(saved):
     for key in reversed(list(whole.state_dict_metadata)):
         assert whole.state_dict_metadata[key] == fresh[key]
     assert "model.nowhere" not in fresh and fresh.get("model") is None and 5 not in fresh
+
+
+def test_projections_that_are_fused_keep_a_step_each(tmp_path):
+    """The reader looked for their steps under the name of neither: no such checkpoint loaded."""
+    name, head = "attention.linear_qkv_down_proj.weight", "optimizer.state.attention."
+    steps = {f"{head}linear_{part}_down_proj.weight.step" for part in ("q", "kv")}
+
+    def fused(kind):
+        rows = MLADownProjection({"*": (24, 12)})
+        return kind({name: (36, 8)}, grid=Grids.from_sizes(0), layouts=[rows])
+
+    def own(step):
+        slots = {"step": torch.tensor(step), "exp_avg": torch.full((36, 8), step)}
+        return {"model": {name: torch.full((36, 8), step)}, "optimizer": {"state": {name: slots}}}
+
+    alone.saved(tmp_path, [own(3.0)], [fused(LayoutAwareSavePlanner)])
+    assert steps <= set(SafetensorsReader(tmp_path).read_metadata().state_dict_metadata)
+    found = own(0.0)
+    alone.load(tmp_path, [found], [fused(LayoutAwareLoadPlanner)])
+    assert 3.0 == found["optimizer"]["state"][name]["step"]
 
 
 def test_stock_planner_loads_all_of_it(saved):

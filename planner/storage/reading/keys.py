@@ -38,6 +38,7 @@ from ...planning.manifest import (
     StageManifest,
     Stored,
     all_value_names,
+    value_names,
 )
 from ...state.entries import Path, Place, stock_path
 
@@ -243,7 +244,7 @@ def _value_rows(
 ) -> list[_Row]:
     """Returns the names of a whole parameter's scalars; `known` are experts by their chain."""
     if EXPERT not in layout.name:
-        return [_Row(index, "", None, layout.name)]
+        return [_Row(index, "", None, name) for name in value_names(layout, grid)]
     experts = known.get((id(layout.stages), layout.family))
     if experts is None:
         experts = all_value_names(dataclasses.replace(layout, name=EXPERT), grid)
