@@ -195,11 +195,16 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _spans(tensors: Iterable[torch.Tensor]) -> tuple[dict[int, _Span], int]:
     """Returns the span that each tensor is copied with, by its id, and the bytes of all spans.
 
-    Tensors of one storage share a span if they fill at least half of it.
+    Tensors of one storage share a span if they fill at least half of it. A conjugate or negative
+    view has other values than the bytes of its storage and is copied alone.
     """
     storages: dict[tuple[Any, int], list[tuple[torch.Tensor, torch.Tensor, int, int]]] = {}
+    lone: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tensor in tensors:
         local = local_tensor(tensor).detach()
+        if local.is_conj() or local.is_neg():
+            lone.append((tensor, local))
+            continue
         start = int(local.storage_offset()) * local.itemsize
         steps = zip(local.shape, local.stride(), strict=True)
         extent = int(sum((n - 1) * s for n, s in steps)) + 1
@@ -221,11 +226,12 @@ def _spans(tensors: Iterable[torch.Tensor]) -> tuple[dict[int, _Span], int]:
             span = _Span(source, first, place, nbytes)
             spans |= {id(tensor): span for tensor, *_ in views}
             place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-            continue
-        for tensor, local, _, _ in views:
-            nbytes = local.numel() * local.itemsize
-            spans[id(tensor)] = _Span(local, -1, place, nbytes)
-            place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        else:
+            lone += ((tensor, local) for tensor, local, _, _ in views)
+    for tensor, local in lone:
+        nbytes = local.numel() * local.itemsize
+        spans[id(tensor)] = _Span(local, -1, place, nbytes)
+        place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return spans, place
 
 

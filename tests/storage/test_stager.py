@@ -61,6 +61,15 @@ def test_dtypes_and_empty_tensors(dtype):
     assert (0, 4) == tuple(staged["e"].shape) and staged["e"].dtype is dtype
 
 
+def test_conjugate_and_negative_views_keep_their_values():
+    """Their storage has other bytes: async saves wrote these, without an error."""
+    values = torch.complex(torch.arange(40.0), torch.arange(1.0, 41.0))
+    state = {"w": values, "conjugate": values.conj(), "negative": values.conj().imag}
+    staged = PinnedStager().stage(state)
+    for key, tensor in state.items():
+        assert torch.equal(tensor, staged[key]), key
+
+
 def test_memory_is_made_once():
     stager = PinnedStager()
     stager.prepare({"w": torch.zeros(100)})
