@@ -222,7 +222,9 @@ def _spans(tensors: Iterable[torch.Tensor]) -> tuple[dict[int, _Span], int]:
         if last - first <= max(2 * filled, _ALIGNMENT):
             nbytes = last - first
             source = torch.empty(0, dtype=torch.uint8, device=views[0][1].device)
-            source.set_(views[0][1].untyped_storage(), first, (nbytes,))  # type: ignore[call-overload]
+            # Memory from elsewhere, such as numpy's, may have several storages of several sizes.
+            storage = max((local.untyped_storage() for _, local, *_ in views), key=_storage_nbytes)
+            source.set_(storage, first, (nbytes,))  # type: ignore[call-overload]
             span = _Span(source, first, place, nbytes)
             spans |= {id(tensor): span for tensor, *_ in views}
             place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -233,6 +235,10 @@ def _spans(tensors: Iterable[torch.Tensor]) -> tuple[dict[int, _Span], int]:
         spans[id(tensor)] = _Span(local, -1, place, nbytes)
         place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return spans, place
+
+
+def _storage_nbytes(storage: torch.UntypedStorage) -> int:
+    return storage.nbytes()
 
 
 def _rebuilt(tensor: torch.Tensor, span: _Span, memory: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 import io
 
 import alone
+import numpy
 import pytest
 import test_failures as small
 import torch
@@ -68,6 +69,13 @@ def test_conjugate_and_negative_views_keep_their_values():
     staged = PinnedStager().stage(state)
     for key, tensor in state.items():
         assert torch.equal(tensor, staged[key]), key
+
+
+def test_arrays_of_one_memory_and_several_sizes():
+    array = numpy.arange(1000.0)
+    state = {"all": torch.from_numpy(array), "first": torch.from_numpy(array[:900])}
+    staged = PinnedStager().stage(state)
+    assert all(torch.equal(tensor, staged[key]) for key, tensor in state.items())
 
 
 def test_memory_is_made_once():
