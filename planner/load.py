@@ -193,7 +193,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         self.report.unexpected = partial(
             unexpected_keys,
             self._saved.stored,
-            self.report.loaded,
+            [*self.report.loaded, *self._requests.empty],
             holdings.held,
             holdings.chunks,
             [g.prefix for g in self._requests.groups if isinstance(g, GroupLoad)],

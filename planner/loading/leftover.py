@@ -101,12 +101,15 @@ def unfilled(
     if not any(below.values()):
         return {}
     names = set()
+    fqns = [list(chunk.layouts) for chunk in chunks]
     for holding in held:
         if holding.kind.role == SHARD and not holding.kind.place.slot:
-            grid = chunks[holding.kind.chunk].grids.of(holding.layout.family)
-            for frame in holding.layout.frames(grid):
+            chunk = chunks[holding.kind.chunk]
+            # An optimizer's state may be cut where the parameter is not.
+            layout = chunk.layout(fqns[holding.kind.chunk][holding.order], "state")
+            for frame in layout.frames(chunk.grids.of(layout.family)):
                 if frame.boxes:
-                    names.add(holding.layout.key(frame))
+                    names.add(layout.key(frame))
 
     def mine(name: str) -> bool:
         return name in names or (name.isdigit() and bool(names))

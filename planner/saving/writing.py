@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -216,6 +216,8 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
         CheckpointError: If two values have one key.
     """
     holdings = sort_values(table, values)
+    if any(chunk.layouts for chunk in table.chunks):
+        holdings.extras = [e for e in holdings.extras if not _lacks_state(e[1], values[e[0]][1])]
     plan = WritePlan(chunks=holdings.chunks, extras=holdings.extras)
     pieces: dict[tuple[int, str], _Pieces] = {}
     shared: dict[tuple[int, str, tuple[str, ...]], list[tuple[int, str, int]]] = {}
@@ -298,6 +300,14 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
         _add_described(plan, number, path, values[number][1])
     _find_ties(plan, holdings, values)
     return plan
+
+
+def _lacks_state(path: Path, value: Any) -> bool:
+    """Whether a value is the state of an optimizer that holds none, as on a rank without elements.
+
+    It is no value of the checkpoint: other ranks and stages have values below its key.
+    """
+    return path[-1] == "state" and isinstance(value, Mapping) and not value
 
 
 def _add_described(plan: WritePlan, number: int, path: Path, tensor: torch.Tensor) -> None:
