@@ -211,6 +211,8 @@ class _Checks:
             raise self._misfit(layout, tensor, local, numel)
         shape = layout.local_shape
         whole = tensor is local and isinstance(layout.storage, Whole | Cuts) and local.dim() > 1
+        # A cut of nothing leaves nothing, so that only what is stored whole has a shape to check.
+        whole = whole and (numel > 0 or isinstance(layout.storage, Whole))
         if whole and len(shape) > 1 and numel == math.prod(shape) and tuple(local.shape) != shape:
             raise self._misfit(layout, tensor, local, numel)
         return layout, SHARD

@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardplan.layouts import ExpertGrid, FSDPFlatBuffer, Grids, TensorParallel
+from shardplan.layouts import (
+    Cut,
+    DTensorStorage,
+    ExpertGrid,
+    FSDPFlatBuffer,
+    Grids,
+    TensorParallel,
+)
 from shardplan.planner import (
     CheckpointError,
     LayoutAwareLoadPlanner,
@@ -385,3 +392,21 @@ def test_shape_that_differs_with_the_same_number_of_elements_is_named():
     with pytest.raises(LayoutError) as caught:
         memory.save([{"model": {"w": torch.ones(3, 4)}}], [Save({"w": (4, 3)})])
     assert "12 elements" not in str(caught.value)
+
+
+def test_cut_parameter_without_elements_saves_and_loads():
+    """A rank's part of it has another shape and as many elements, and was taken for a mistake."""
+    cuts = [DTensorStorage({"*": (Cut(0, "dp_shard"),)})]
+    options = [{"grid": Grids.from_sizes(r, dp_shard=2), "layouts": cuts} for r in range(2)]
+    shapes = {"w": (3, 0), "b": (4,)}
+
+    def states(value):
+        rows = (2, 1)
+        return [{"m": {"w": torch.empty(n, 0), "b": torch.full((2,), value)}} for n in rows]
+
+    planners = [LayoutAwareSavePlanner(shapes, **o) for o in options]
+    checkpoint = memory.save(states(1.0), planners)
+    found = states(0.0)
+    memory.load(checkpoint, found, [LayoutAwareLoadPlanner(shapes, **o) for o in options])
+    assert all(bool(state["m"]["b"].all()) for state in found)
+    assert (3, 0) == tuple(checkpoint.metadata.state_dict_metadata["m.w"].size)
