@@ -55,4 +55,4 @@ def test_left_over_keys_are_told(tmp_path):
     save_file({**tensors, "mtp.w": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
     answer = shardplan("import", tmp_path / "hf", tmp_path / "ours")
     assert 0 == answer.status
-    assert "left over, not written: 1 keys (mtp.w)" in answer.out
+    assert "left over, not written: 1 key (mtp.w)" in answer.out
