@@ -26,6 +26,7 @@ from summary import Row, of, read
 COLORS = {
     "own": "#1b6ca8",
     "own-stager": "#1b6ca8",
+    "own-prepared": "#1b6ca8",
     "own-collectives": "#4f9bd0",
     "own-unverified": "#4f9bd0",
     "ours": "#8fc1e3",
@@ -49,10 +50,14 @@ def planning(rows: list[Row]) -> Any:
     for layout, style in (("even", "o-"), ("flat", "s--")):
         found = sorted(of(plans, parameters=count, layout=layout), key=lambda r: r["ranks"])
         ranks = [row["ranks"] for row in found]
-        color = COLORS["own"]
-        left.plot(ranks, [row["seconds"] for row in found], style, color=color, label=layout)
-        size = [row["metadata_bytes"] / 1e6 for row in found]
-        right.plot(ranks, size, style, color=color, label=layout)
+        for way, seconds, nbytes in (
+            ("own", [r["manifest_s"] + r["commit_s"] for r in found], "manifest_bytes"),
+            ("ours", [r["seconds"] for r in found], "metadata_bytes"),
+        ):
+            label = f"{'own' if way == 'own' else 'stock'} storage, {layout}"
+            left.plot(ranks, seconds, style, color=COLORS[way], label=label)
+            size = [row[nbytes] / 1e6 for row in found]
+            right.plot(ranks, size, style, color=COLORS[way], label=label)
         stock = [row for row in found if row["stock_seconds"] is not None]
         if layout == "even" and stock:
             times = [row["stock_seconds"] for row in stock]
@@ -93,7 +98,7 @@ def save_load(rows: list[Row], device: str) -> Any:
     row = found[0]
     figure.suptitle(
         f"Time ÷ plain write + fsync, or plain read: {largest / 2**30:.3g} GiB, "
-        f"{row['ranks']} ranks, {_machine(row)}",
+        f"{_ranks(row)}, {_machine(row)}",
         fontsize=10,
     )
     return figure
@@ -117,7 +122,7 @@ def asynchronous(rows: list[Row], device: str) -> Any:
     axes.margins(x=0.15)
     figure.suptitle(
         f"Training held up by an asynchronous save: {largest / 2**30:.3g} GiB a rank,\n"
-        f"{found[0]['ranks']} ranks, {_machine(found[0])}",
+        f"{_ranks(found[0])}, {_machine(found[0])}",
         fontsize=9,
     )
     return figure
@@ -149,6 +154,10 @@ def reshard(rows: list[Row]) -> Any:
     axes.set(ylabel="bytes read ÷ bytes needed")
     axes.legend(frameon=False)
     return figure
+
+
+def _ranks(row: Row) -> str:
+    return "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
 
 
 def _machine(row: Row) -> str:
