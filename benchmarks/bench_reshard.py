@@ -12,6 +12,7 @@ shrink in proportion.
 |---|---|---|
 | `own` | our planner and `SafetensorsWriter` | our planner and `SafetensorsReader` |
 | `own-unverified` | the same | the same with `verify=False`: no byte is read for a checksum alone |
+| `own-gap` | the same | the same with `gap_bytes=65536`: what lies between near runs is read along |
 | `ours` | our planner and torch's `FileSystemWriter` | our planner and torch's `FileSystemReader` |
 | `stock` | torch's planner and `FileSystemWriter` | torch's; our planner where torch has no layout |
 | `stock-hf` | torch's `HuggingFaceStorageWriter` | its reader |
@@ -85,7 +86,8 @@ def load(way: str, placed: Placed, path: Path) -> dict[str, int]:
     reader: Any = dcp.FileSystemReader(path)
     state, planner = placed.local_state(), None
     if way.startswith("own"):
-        reader = SafetensorsReader(path, verify=way == "own")
+        gap = 64 << 10 if way == "own-gap" else 0
+        reader = SafetensorsReader(path, verify=way != "own-unverified", gap_bytes=gap)
         planner = placed.load_planner()
     elif way == "ours" or not placed.stock:
         planner = placed.load_planner("split" if way == "ours" else "fused")
@@ -226,7 +228,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768, help="a multiple of 24")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    ways = ["own", "own-unverified", "ours", "stock", "stock-hf"]
+    ways = ["own", "own-gap", "own-unverified", "ours", "stock", "stock-hf"]
     parser.add_argument("--ways", nargs="*", default=ways, choices=ways)
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: TMPDIR")
     parser.add_argument("--timeout", type=int, default=300, help="of a collective, in seconds")

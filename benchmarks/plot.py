@@ -29,6 +29,7 @@ COLORS = {
     "own-prepared": "#1b6ca8",
     "own-collectives": "#4f9bd0",
     "own-unverified": "#4f9bd0",
+    "own-gap": "#2f7f6f",
     "ours": "#8fc1e3",
     "limit": "#444444",
 }
@@ -137,6 +138,7 @@ def reshard(rows: list[Row]) -> Any:
     ]
     if not found:
         return None
+    found = of(found, hardware=found[0]["hardware"])  # one machine's
     changes = list(dict.fromkeys((row["source"], row["target"]) for row in found))
     ways = list(dict.fromkeys(row["way"] for row in found))
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")

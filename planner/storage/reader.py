@@ -57,6 +57,10 @@ class SafetensorsReader(StorageReader):
         verify: Whether checksums are compared. True compares every block that is read whole, and
             reads the rest of others while that stays cheap (chunks of at most 4 KiB; else 1/256 of
             what the load needs); `"all"` reads the rest of every block; False compares nothing.
+        gap_bytes: Bytes between two wanted runs of a chunk that are read along with them, by default
+            1 MiB behind a URL and else none. 0 reads what is needed and nothing else; a box of
+            columns then takes one call for each of its rows, and where files come from a page cache
+            or a fast disk, more (64 KiB, say) is quicker.
         threads: How many reads are made at once.
         buffer_bytes: Host memory for what can't be read where it belongs, in bytes.
         broadcast: A process group whose ranks load the same, such as the replicas of HSDP: each
@@ -71,6 +75,7 @@ class SafetensorsReader(StorageReader):
         path: str | os.PathLike[str],
         *,
         verify: Verify = True,
+        gap_bytes: int | None = None,
         threads: int = 4,
         buffer_bytes: int = DEFAULT_NBYTES,
         broadcast: Any = None,
@@ -79,6 +84,7 @@ class SafetensorsReader(StorageReader):
         self._group = broadcast
         self.stats = Stats()
         self._verify: Verify = verify
+        self._gap_bytes = gap_bytes
         self._threads = threads
         self._buffer_bytes = buffer_bytes
         self._files: Files | None = None
@@ -213,7 +219,13 @@ class SafetensorsReader(StorageReader):
                         self._read_values(file, values, planner)
                     parts = _parts(file, asked)
                     segments = segments_of(
-                        parts, buffers.size, self._verify, allowance, file.table_of, self.stats
+                        parts,
+                        buffers.size,
+                        file.file.gap if self._gap_bytes is None else self._gap_bytes,
+                        self._verify,
+                        allowance,
+                        file.table_of,
+                        self.stats,
                     )
                     fetch.read(file.file, file.where, segments)
                 fetch.wait()

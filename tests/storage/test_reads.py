@@ -18,6 +18,7 @@ from shardplan.planner import (
     LayoutAwareSavePlanner,
     SafetensorsReader,
 )
+from shardplan.planner.storage.format.sums import BLOCK
 from shardplan.planner.storage.reading.segments import runs_of
 
 ROWS, COLUMNS = 1500, 700  # 4.2 MB: four blocks and a bit
@@ -90,6 +91,33 @@ def test_exactly_what_is_needed_is_read(large, name):
     stats = read(path, tensor, BOXES[name], verify=False)
     needed = 4 * sum(math.prod(n) for _, n in BOXES[name])
     assert (needed, needed) == (stats.needed, stats.read)
+
+
+@pytest.mark.parametrize("verify", [True, False, "all"])
+@pytest.mark.parametrize("gap", [1, 999, 4 * COLUMNS, 1 << 20])
+@pytest.mark.parametrize("name", BOXES)
+def test_gaps_are_read_along_and_nothing_else(large, name, gap, verify):
+    path, tensor = large
+    exact = read(path, tensor, BOXES[name], verify=False)
+    stats = read(path, tensor, BOXES[name], verify=verify, gap_bytes=gap)
+    assert exact.needed == stats.needed <= stats.read <= 4 * ROWS * COLUMNS
+    if not verify:  # else it is read in pieces that fit the processor's cache
+        assert stats.reads <= exact.reads
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_columns_with_their_gaps_are_one_read(large, verify):
+    path, tensor = large
+    exact = read(path, tensor, BOXES["columns"], verify=verify)
+    stats = read(path, tensor, BOXES["columns"], verify=verify, gap_bytes=4 * (COLUMNS - 250))
+    assert ROWS == exact.reads and stats.reads <= 8
+    if not verify:
+        assert 4 * ((ROWS - 1) * COLUMNS + 250) == stats.read
+    else:  # blocks that are read whole are checked
+        assert stats.read <= 4 * ROWS * COLUMNS
+        assert stats.unchecked < 2 * BLOCK < exact.unchecked
+    less = read(path, tensor, BOXES["columns"], verify=verify, gap_bytes=4 * (COLUMNS - 250) - 1)
+    assert exact == less
 
 
 @pytest.mark.parametrize("name", BOXES)

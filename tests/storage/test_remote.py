@@ -132,7 +132,8 @@ def test_large_objects_go_up_in_parts_and_come_back_under_another_layout(url):
     assert torch.equal(whole, torch.cat([state["model"]["w"] for state in rows]))
 
 
-def test_columns_are_read_run_by_run(url):
+@pytest.mark.parametrize(("gap", "reads", "nbytes"), [(0, 64, 4 * 64 * 16), (None, 1, 4 * 64 * 64)])
+def test_columns_are_one_request_unless_told_otherwise(url, gap, reads, nbytes):
     whole = torch.arange(64 * 64, dtype=torch.float32).view(64, 64)
     rules = [DTensorStorage({"w": (Cut(1, "dp_shard"),)})]
     saver = LayoutAwareSavePlanner({"w": (64, 64)}, grid=Grids.from_sizes(0), layouts=[])
@@ -141,9 +142,10 @@ def test_columns_are_read_run_by_run(url):
         {"w": (64, 64)}, grid=Grids.from_sizes(1, dp_shard=4), layouts=rules
     )
     state = {"model": {"w": torch.zeros(64, 16)}}
-    (reader,) = alone.load(url, [state], [loader])
+    (reader,) = alone.load(url, [state], [loader], gap_bytes=gap)
     assert torch.equal(whole[:, 16:32], state["model"]["w"])
-    assert 4 * 64 * 16 == reader.stats.read
+    # The rest of the rows before the first column and after the last is no gap.
+    assert (reads, nbytes - (0 if gap == 0 else 4 * 48)) == (reader.stats.reads, reader.stats.read)
 
 
 def test_flipped_byte_and_missing_object_are_named(url):

@@ -214,6 +214,7 @@ class _LocalIn:
 
     least_read = 1 << 10
     piece = 1 << 20  # is in the processor's cache when its checksums are computed
+    gap = 0
 
     def __init__(self, path: Path) -> None:
         try:

@@ -44,11 +44,13 @@ class InFile(Protocol):
         nbytes: Its size.
         least_read: Bytes below which a read costs as much as one of so many.
         piece: Bytes that are best read at once where checksums are computed between reads.
+        gap: Bytes between two wanted runs that are read along with them unless told otherwise.
     """
 
     nbytes: int
     least_read: int
     piece: int
+    gap: int
 
     def read_into(self, memory: Any, position: int) -> int:
         """Fills `memory` from a position on; returns how many bytes there were."""

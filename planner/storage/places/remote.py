@@ -142,6 +142,7 @@ class _Ranges:
 
     least_read = 64 << 10
     piece = 64 << 20  # every read is a request
+    gap = 1 << 20  # and takes as long as some megabytes of another
 
     def __init__(self, fs: Any, path: str, where: str) -> None:
         self._fs = fs

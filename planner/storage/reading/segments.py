@@ -114,6 +114,15 @@ class Runs(NamedTuple):
         return self.start + self.nbytes + sum((n - 1) * stride for n, stride in self.loops)
 
     @property
+    def gap(self) -> int:
+        """Most bytes that lie between two runs that follow one another, 0 for one run."""
+        span, gap = self.nbytes, 0
+        for count, stride in reversed(self.loops):
+            gap = max(gap, stride - span)
+            span += (count - 1) * stride
+        return gap
+
+    @property
     def total(self) -> int:
         """Bytes of all runs."""
         return self.nbytes * math.prod(count for count, _ in self.loops)
@@ -152,6 +161,7 @@ def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> Runs
 def segments_of(
     parts: Sequence[Part],
     limit: int,
+    gap: int,
     verify: Verify,
     allowance: Allowance,
     table_of: Callable[[Part], bytes],
@@ -162,6 +172,7 @@ def segments_of(
     Args:
         parts: The wanted chunks.
         limit: Bytes that may be read together, a multiple of a block.
+        gap: Bytes between two runs that are read along with them.
         verify: What is checked.
         allowance: What the load may read for checksums alone.
         table_of: Returns the checksums of a chunk's blocks.
@@ -190,8 +201,8 @@ def segments_of(
             yield from _pieces(part, 0, nbytes, limit, Check(part) if verify else None)
             continue
         overlap = any(a.meets(b) for a, b in itertools.combinations(part.wants, 2))
-        if overlap or all(not run.loops for run in runs):
-            for start, stop in _union(runs, overlap):
+        if overlap or all(run.gap <= gap for run in runs):
+            for start, stop in _union(runs, overlap, gap):
                 if not verify:
                     yield from _pieces(part, start, stop, limit, None)
                     continue
@@ -205,15 +216,15 @@ def segments_of(
             yield from _rows(part, want, run, limit)
 
 
-def _union(runs: Sequence[Runs], overlap: bool) -> list[tuple[int, int]]:
+def _union(runs: Sequence[Runs], overlap: bool, gap: int) -> list[tuple[int, int]]:
     """Returns the ranges that runs span; one range for all if wants have elements in common."""
     spans = sorted((run.start, run.stop) for run in runs)
     if overlap:
         return [(spans[0][0], max(stop for _, stop in spans))]
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
+        if joined and start <= joined[-1][1] + gap:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
         else:
             joined.append((start, stop))
     return joined
