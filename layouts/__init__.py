@@ -21,7 +21,20 @@ if __name__ != "shardplan.layouts":
     )
 
 from .coverage import prove, tiling_faults
-from .errors import CheckpointError, LayoutError
+from .errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    DtypeMismatchError,
+    IncompleteCheckpointError,
+    LayoutError,
+    MissingKeyError,
+    RanksDisagreeError,
+    SaveConflictError,
+    ShapeMismatchError,
+    UnexpectedKeyError,
+    UnstorableValueError,
+)
 from .experts import ExpertGrid, expert_name
 from .fsdp import BufferDescription, DTensorStorage, FSDPFlatBuffer
 from .gdn import GDN
@@ -71,10 +84,13 @@ __all__ = [
     "GDN",
     "BufferDescription",
     "CheckpointError",
+    "CheckpointExistsError",
     "Concat",
     "Cut",
     "Cuts",
     "DTensorStorage",
+    "DamagedCheckpointError",
+    "DtypeMismatchError",
     "ExpertGrid",
     "ExpertIndex",
     "FSDPFlatBuffer",
@@ -83,6 +99,7 @@ __all__ = [
     "Fuse",
     "Grid",
     "Grids",
+    "IncompleteCheckpointError",
     "Interleave",
     "Join",
     "Layout",
@@ -92,18 +109,24 @@ __all__ = [
     "Level",
     "MLADownProjection",
     "Mamba",
+    "MissingKeyError",
     "ModelLayouts",
     "ParamInfo",
     "Permute",
     "PipelineLayers",
+    "RanksDisagreeError",
+    "SaveConflictError",
+    "ShapeMismatchError",
     "Shard",
     "Slab",
     "Stack",
     "Stage",
     "SwiGLU",
     "TensorParallel",
+    "UnexpectedKeyError",
     "Unpad",
     "Unstack",
+    "UnstorableValueError",
     "VocabularyPadding",
     "Whole",
     "carried_pg_collection",

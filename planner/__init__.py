@@ -6,7 +6,21 @@ if __name__ != "shardplan.planner":
         "modules would be loaded twice. Run scripts/setup_venv and import shardplan.planner."
     )
 
-from shardplan.layouts import CheckpointError, Grids, LayoutError
+from shardplan.layouts import (
+    CheckpointError,
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    DtypeMismatchError,
+    Grids,
+    IncompleteCheckpointError,
+    LayoutError,
+    MissingKeyError,
+    RanksDisagreeError,
+    SaveConflictError,
+    ShapeMismatchError,
+    UnexpectedKeyError,
+    UnstorableValueError,
+)
 
 from .load import LayoutAwareLoadPlanner
 from .policies import LoadPolicies
@@ -17,14 +31,24 @@ from .storage import PinnedStager, SafetensorsReader, SafetensorsWriter
 
 __all__ = [
     "CheckpointError",
+    "CheckpointExistsError",
+    "DamagedCheckpointError",
+    "DtypeMismatchError",
     "Grids",
+    "IncompleteCheckpointError",
     "LayoutAwareLoadPlanner",
     "LayoutAwareSavePlanner",
     "LayoutError",
     "LoadPolicies",
     "LoadReport",
+    "MissingKeyError",
     "PerRank",
     "PinnedStager",
+    "RanksDisagreeError",
     "SafetensorsReader",
     "SafetensorsWriter",
+    "SaveConflictError",
+    "ShapeMismatchError",
+    "UnexpectedKeyError",
+    "UnstorableValueError",
 ]
