@@ -78,19 +78,22 @@ class SaveCall:
         writer: The storage writer.
         use_collectives: Whether ranks exchange plans and results.
         no_dist: Whether one process saves by itself.
+        process_group: The group that saves, None for the default one.
     """
 
     writer: Any
     use_collectives: bool
     no_dist: bool
+    process_group: Any = None
 
 
 def calling_save() -> SaveCall | None:
     """Returns the `dcp.save` that is calling, None if something else calls the planner.
 
-    DCP tells a planner neither which writer will hold its plan nor whether the ranks will meet,
-    so this looks at the caller's variables. Without an answer the checks on the writer are
-    left out; nothing else depends on it.
+    DCP tells a planner neither which of torch's writers will hold its plan nor which group saves,
+    so this looks at the caller's variables. No value depends on the answer: without one a tied
+    weight is stored twice, a writer that would lose chunks is refused later, and `process_group=`
+    must be passed to the planner too.
     """
     frame = sys._getframe(1)
     for _ in range(16):
@@ -100,7 +103,10 @@ def calling_save() -> SaveCall | None:
             if writer is None:
                 return None
             return SaveCall(
-                writer, bool(found.get("use_collectives", True)), bool(found.get("no_dist", False))
+                writer,
+                bool(found.get("use_collectives", True)),
+                bool(found.get("no_dist", False)),
+                found.get("process_group"),
             )
         if frame.f_back is None:
             return None

@@ -7,14 +7,24 @@
 
 import dataclasses
 import io
-from collections.abc import Iterable
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from shardplan.layouts import CheckpointError, Grids, Layout, LayoutProvider
+from shardplan.layouts import (
+    CheckpointError,
+    Grids,
+    Layout,
+    LayoutError,
+    LayoutProvider,
+    RanksDisagreeError,
+)
 
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_aliases
 from .loading.reading import UNPADDED
@@ -23,8 +33,10 @@ from .planning.optimizer import Named, by_name, lists_members, optimizer_names
 from .planning.table import build_table
 from .planning.tied import AliasedMetadata
 from .saving.agreement import compare, first_difference
-from .saving.messages import PlanMessage, PlanReply
+from .saving.messages import PlanMessage, PlanReply, WriterMeta
 from .saving.settling import Entry
+from .saving.subgroup import ranks_of, restrict_grids
+from .saving.turn import Turn
 from .saving.writing import Source, WritePlan, write_plan
 from .state.described import part_of
 from .state.entries import Path, key_of, stock_path
@@ -49,10 +61,11 @@ class LayoutAwareSavePlanner(SavePlanner):
     | `finish_plan` | all | puts the rank's own items back |
     | `resolve_data` | all | the view of the tensor that an item names |
 
-    A plan travels without its items: each rank sends its place on the grid, a digest and one bit
-    for each value, the first rank of each pipeline stage its layouts too. The planner holds
-    layouts, and no tensor once a save is over, so it pickles, works under `async_save` and
-    serves for the next save, where an unchanged plan is reused.
+    A plan travels without its items: each rank sends its place on the grid, a digest, one bit for
+    each value and digests of what no layout explains, the first rank of each pipeline stage its
+    layouts too. The planner holds layouts, and no tensor once a save is over, so it pickles, works
+    under `async_save` and serves for the next save, where an unchanged plan is reused. A save that
+    begins while another thread's still runs waits for it.
 
     Args:
         model: A module; a list of modules (virtual pipeline chunks, sections `model0`, …); a
@@ -68,6 +81,8 @@ class LayoutAwareSavePlanner(SavePlanner):
             parameters; not needed for the form of `torch.distributed.checkpoint.state_dict`.
         ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
         ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
+        process_group: The group that saves, as given to `dcp.save`; by default the one that
+            `dcp.save` was called with. Its ranks must hold everything, as those of one replica do.
 
     Raises:
         LayoutError: If a parameter can't be placed or the grids do not fit together.
@@ -85,6 +100,7 @@ class LayoutAwareSavePlanner(SavePlanner):
         optimizer: torch.optim.Optimizer | None = None,
         ep_rank: int | None = None,
         ep_size: int | None = None,
+        process_group: Any = None,
     ) -> None:
         self._table = build_table(
             model,
@@ -96,16 +112,24 @@ class LayoutAwareSavePlanner(SavePlanner):
             ep_size=ep_size,
         )
         self._ids = optimizer_names(model, optimizer)
+        self._ranks = ranks_of(process_group)
+        self._turn = Turn()
+        self._warned = False
+        self._writer: Any = None  # of this save, if it stores layouts
         self._state_dict: dict[str, Any] | None = None
         self._snapshot: Snapshot | None = None
         self._named: list[Named] | None = None  # None: each value under its own path
         self._plan: WritePlan | None = None
-        self._values: list[Any] = []
+        self._values: list[Any] | dict[int, Any] = []
         self._manifest: StageManifest | None = None
         self._items: list[WriteItem] = []
         self._waiting: list[Source] = []
         self._sources: dict[tuple[str, Any], Source] = {}
+        self._spare: dict[int, Any] = {}
         self._unresolved = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writer": None, "_spare": {}}
 
     @property
     def manifest(self) -> StageManifest:
@@ -129,8 +153,14 @@ class LayoutAwareSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes the state dict of this save; see `torch.distributed.checkpoint.SavePlanner`."""
+        """Takes the state dict of this save; see `torch.distributed.checkpoint.SavePlanner`.
+
+        Waits if a save in another thread has the planner.
+        """
+        self._turn.take()
         self._state_dict = state_dict
+        self._writer = storage_meta.writer if isinstance(storage_meta, WriterMeta) else None
+        self._spare = {}
 
     def create_local_plan(self) -> SavePlan:
         """Returns the rank's write items, in a plan that travels without them.
@@ -140,42 +170,59 @@ class LayoutAwareSavePlanner(SavePlanner):
             CheckpointError: If two values have one key, or the storage writer would lose data.
         """
         call = calling_save()
+        ranks = self._ranks
+        if ranks is None and call is not None and not call.no_dist:
+            ranks = ranks_of(call.process_group)
         try:
-            return self._plan_locally(call)
+            return self._plan_locally(call, ranks)
         except Exception as error:
             # Without collectives the others would wait for this rank until they give up.
-            if call is not None and self._is_alone(call) and hasattr(call.writer, "plan_failed"):
-                dense = self._table.grids.dense
-                call.writer.plan_failed(error, dense.linear(dense.axes), dense.world_size)
+            if self._writer is not None and not self._writer.collective:
+                self._writer.plan_failed(error, self._grids(ranks), ranks)
             raise
 
-    def _plan_locally(self, call: SaveCall | None) -> SavePlan:
-        alone = self._is_alone(call)
-        if call is not None:
-            self._check_writer(call)
+    def _plan_locally(self, call: SaveCall | None, ranks: tuple[int, ...] | None) -> SavePlan:
         state_dict, self._state_dict = self._state_dict, None
         if state_dict is None:
             raise CheckpointError("create_local_plan was called before set_up_planner")
         with without_gc():
-            raw = None if self._snapshot is None else self._snapshot.unchanged(state_dict)
-            if raw is None or self._plan is None:
-                raw = self._plan_anew(state_dict)
+            raw = None
+            if self._snapshot is not None and self._plan is not None and self._plan.ranks == ranks:
+                raw = self._snapshot.unchanged(state_dict)
+            if raw is None:
+                raw = self._plan_anew(state_dict, ranks)
+            plan = self._plan
+            assert plan is not None  # _plan_anew made it
+            if call is not None:
+                self._check_call(call, plan)
             self._values = raw if self._named is None else [_value(raw, n) for n in self._named]
-            self._manifest = self._plan.manifest(self._values) if self._plan else None
-        # Such a writer's readers know what layouts say, and nothing that ranks tell each other.
-        by_layout = call is not None and getattr(call.writer, "stores_layouts", False)
-        if (alone or by_layout) and self._plan is not None and self._plan.described:
-            raise CheckpointError(
-                f"{key_of(self._plan.described[0][1])}: it describes this rank's boxes only, and "
-                f"nobody learns the others' without collectives, or from a writer that stores "
-                f"layouts ({self._table.grids.facts()}). Save with collectives and torch's "
-                "FileSystemWriter, or pass the provider that knows how it is cut."
+            self._manifest = manifest = plan.manifest(self._values)
+            if self._writer is not None and plan.described:
+                raise CheckpointError(
+                    f"{key_of(plan.described[0][1])}: it describes this rank's boxes only, and "
+                    "nobody learns the others' from a writer that stores layouts "
+                    f"({manifest.chunks[0].grids.facts()}). Save with collectives and torch's "
+                    "FileSystemWriter, or pass the provider that knows how it is cut."
+                )
+            told = plan.told(self._values, manifest)
+            message = PlanMessage(
+                tuple(chunk.grids for chunk in plan.chunks),
+                plan.digest(self._table),
+                plan.groups,
+                manifest if manifest.chunks[0].grids.leads_stage else None,
+                dataclasses.replace(told, aliases=call is not None and stores_aliases(call.writer)),
+                ranks,
             )
-        return self._quiet_plan(
-            alone or by_layout, call is not None and stores_aliases(call.writer)
-        )
+        return QuietSavePlan(items=plan.items, planner_data=message)
 
-    def _plan_anew(self, state_dict: dict[str, Any]) -> list[Any]:
+    def _grids(self, ranks: tuple[int, ...] | None) -> Grids:
+        """Returns the grids of the ranks that save, as far as they can be told."""
+        try:
+            return restrict_grids(self._table.grids, ranks)
+        except LayoutError:
+            return self._table.grids
+
+    def _plan_anew(self, state_dict: dict[str, Any], ranks: tuple[int, ...] | None) -> list[Any]:
         self._snapshot = None  # a plan that fails leaves none to be reused
         snapshot = Snapshot(state_dict)
         raw = snapshot.take_values()
@@ -188,52 +235,36 @@ class LayoutAwareSavePlanner(SavePlanner):
             values = list(zip(snapshot.paths, raw, strict=True))
         else:
             values = [(named.path, _value(raw, named)) for named in self._named]
-        self._plan = write_plan(self._table, values, self._table.grids.leads_stage)
+        self._plan = write_plan(self._table, values, ranks)
         self._snapshot = snapshot
         return raw
 
-    def _quiet_plan(self, strict: bool, aliases: bool) -> SavePlan:
-        """Returns the plan and what is told of it.
-
-        Args:
-            strict: Whether every rank of a stage must have the same Python values, because none
-                but the first one's would be found again.
-            aliases: Whether the storage writer can give one stored tensor two keys.
-        """
-        plan, manifest = self._plan, self._manifest
-        assert plan is not None and manifest is not None  # create_local_plan made them
-        leads = self._table.grids.leads_stage
-        message = PlanMessage(
-            tuple(chunk.grids for chunk in plan.chunks),
-            plan.digest(self._table, manifest, objects=strict),
-            plan.groups,
-            manifest if leads else None,
-            dataclasses.replace(plan.told(self._values, manifest, leads), aliases=aliases),
-        )
-        return QuietSavePlan(items=plan.items, planner_data=message)
-
-    def _check_writer(self, call: SaveCall) -> None:
-        """Refuses a writer that would lose chunks, before a byte is written."""
-        name = type(call.writer).__name__
+    def _check_call(self, call: SaveCall, plan: WritePlan) -> None:
+        """Refuses early what would lose chunks, and warns of a hazard."""
         if keeps_one_chunk_per_key(call.writer):
-            raise CheckpointError(
-                f"{name} keeps only the last chunk of a key in each file, and a rank of this plan "
-                "may write several. Use torch's FileSystemWriter in its torch_save format, or "
-                "SafetensorsWriter of shardplan.planner."
-            )
-        world = self._table.grids.world_size
-        if self._is_alone(call) and not getattr(call.writer, "stores_layouts", False):
-            how = "no_dist=True" if call.no_dist else "use_collectives=False"
-            raise CheckpointError(
-                f"{name} with {how} would store this rank's chunks without those of the other "
-                f"{world - 1} ranks ({self._table.grids.facts()}), and a load would miss them. "
-                "Save with collectives, or use SafetensorsWriter of shardplan.planner."
+            _check_one_chunk_per_key(type(call.writer).__name__, plan.items)
+        world = plan.chunks[0].grids.world_size
+        apart = call.no_dist or not call.use_collectives
+        if self._writer is None and apart and world > 1:
+            raise CheckpointError(self._apart(type(call.writer).__name__, world))
+        beside = threading.current_thread() is not threading.main_thread()
+        if beside and not apart and call.process_group is None and world > 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "async_save exchanges plans in the default process group, beside the collectives "
+                "of training, and may hang. Pass a process group of its own: "
+                "async_save(..., process_group=dist.new_group(backend='gloo')).",
+                stacklevel=2,
             )
 
-    def _is_alone(self, call: SaveCall | None) -> bool:
-        """Whether this rank's plan will never meet those of the other ranks."""
-        apart = call is not None and (call.no_dist or not call.use_collectives)
-        return apart and self._table.grids.world_size > 1
+    def _apart(self, name: str, world: int) -> str:
+        return (
+            f"{name} would store this rank's chunks without those of the other {world - 1} ranks "
+            f"({self._table.grids.facts()}), and a load would miss them: it saves with no_dist=True, "
+            "use_collectives=False or a process_group that the planner does not know of. Save with "
+            "collectives from all ranks, use SafetensorsWriter of shardplan.planner with "
+            "use_collectives=False, or pass process_group= to the planner too."
+        )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Compares all ranks' digests and returns the metadata of the whole checkpoint.
@@ -249,8 +280,11 @@ class LayoutAwareSavePlanner(SavePlanner):
                     f"rank {rank} saves with another planner. Pass a LayoutAwareSavePlanner on "
                     "every rank."
                 )
-        if len(messages) == 1 and self._table.grids.world_size > 1:
-            return self._alone(all_plans)
+        world = messages[0].grids[0].world_size
+        if len(messages) == 1 and world > 1:
+            if self._writer is not None and not self._writer.collective:
+                return self._alone(all_plans)
+            raise CheckpointError(self._apart("the storage writer", world))
         with without_gc():
             agreement = compare(messages)
             plans = [SavePlan([], planner_data=reply) for reply in agreement.replies]
@@ -263,7 +297,7 @@ class LayoutAwareSavePlanner(SavePlanner):
             return plans, metadata
 
     def _alone(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plans without the other ranks: the writer stores the layouts, and readers compare."""
+        """Plans without the other ranks: the writer carries the messages, and compares them."""
         plan = dataclasses.replace(all_plans[0], planner_data=PlanReply())
         return [plan], Metadata({})
 
@@ -271,7 +305,7 @@ class LayoutAwareSavePlanner(SavePlanner):
         """Returns the plan with this rank's items, for the storage writer.
 
         Raises:
-            CheckpointError: If the ranks do not plan the same checkpoint; nothing was written.
+            RanksDisagreeError: If the ranks do not plan the same checkpoint; nothing was written.
         """
         reply = new_plan.planner_data
         plan = self._plan
@@ -279,9 +313,14 @@ class LayoutAwareSavePlanner(SavePlanner):
         if isinstance(reply, PlanReply) and reply.fault:
             fault = reply.fault
             if reply.other is not None:
-                fault = f"{first_difference(self._manifest, reply.other)}. This rank {fault}"
+                fault = f"{first_difference(self._manifest, reply.other)}. Rank {fault}"
             self._values = []
-            raise CheckpointError(f"{fault} ({self._table.grids.facts()})")
+            raise RanksDisagreeError(f"{fault} ({plan.chunks[0].grids.facts()})")
+        if isinstance(reply, PlanReply) and reply.extras:
+            own = {extra.key for extra in self._manifest.extras} - reply.skip
+            kept = [extra for extra in self._manifest.extras if extra.key in own]
+            extras = tuple(sorted((*kept, *reply.extras), key=lambda extra: extra.key))
+            self._manifest = dataclasses.replace(self._manifest, extras=extras)
         items, sources = plan.items, plan.sources
         if isinstance(reply, PlanReply) and (reply.skip or reply.skip_boxes or reply.write):
             pairs = [
@@ -292,11 +331,34 @@ class LayoutAwareSavePlanner(SavePlanner):
             ]
             pairs += [pair for pair in plan.spare if pair[0].index.fqn in reply.write]
             items, sources = [item for item, _ in pairs], [source for _, source in pairs]
+        if _is_of_huggingface(new_plan.storage_data):
+            _check_one_chunk_per_key("HuggingFaceStorageWriter", items)
+        if self._writer is not None and not self._writer.collective:
+            self._spare = {source.number: self._values[source.number] for _, source in plan.spare}
+        self._expect(items, sources)
+        return dataclasses.replace(new_plan, items=items, planner_data=None)
+
+    def _expect(self, items: list[WriteItem], sources: list[Source]) -> None:
+        """Sets what is to be resolved, with the values that are there."""
         self._items, self._waiting, self._sources = items, sources, {}
         self._unresolved = len(items)
         if not items:
             self._values = []
-        return dataclasses.replace(new_plan, items=items, planner_data=None)
+
+    def spare_items(self, keys: Collection[str]) -> list[WriteItem]:
+        """Returns write items of extras that this rank must write beside its plan.
+
+        For storage writers without collectives: after `finish_plan`'s items are written, `compare`
+        of all ranks' messages says in `PlanReply.write` which extras no first rank of a stage
+        holds. The items are resolved once each, like those of the plan; then all values are let go.
+
+        Args:
+            keys: `PlanReply.write` of this rank; may be empty.
+        """
+        plan, self._values, self._spare = self._plan, self._spare, {}
+        pairs = [p for p in plan.spare if p[0].index.fqn in keys] if plan is not None else []
+        self._expect([item for item, _ in pairs], [source for _, source in pairs])
+        return self._items
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Returns the data of a write item: a view of the tensor where that is possible.
@@ -396,6 +458,22 @@ def checkpoint_metadata(
         stored[key] = entry
         paths[key] = stock_path(path)
     return Metadata(stored, planner_data=paths)
+
+
+def _is_of_huggingface(storage_data: Any) -> bool:
+    """Whether torch's Hugging Face writers sent a plan back: their files are dictionaries by fqn."""
+    return isinstance(storage_data, dict) and "fqn_to_index_mapping" in storage_data
+
+
+def _check_one_chunk_per_key(name: str, items: Iterable[WriteItem]) -> None:
+    """Refuses a writer that would keep only the last of several chunks, before a byte is written."""
+    for key, count in Counter(item.index.fqn for item in items).items():
+        if count > 1:
+            raise CheckpointError(
+                f"{key}: {name} keeps only the last chunk of a key in each file, and this rank "
+                f"writes {count}. Use torch's FileSystemWriter in its torch_save format, or "
+                "SafetensorsWriter of shardplan.planner."
+            )
 
 
 def _name(origin: Laid | Extra) -> str:

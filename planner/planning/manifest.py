@@ -24,7 +24,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import EXPERT, CheckpointError, Concat, Fuse, Grid, Join, Layout
+from shardplan.layouts import (
+    EXPERT,
+    Concat,
+    Fuse,
+    Grid,
+    IncompleteCheckpointError,
+    Join,
+    Layout,
+)
 from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
@@ -65,6 +73,11 @@ class Kind:
     def itemsize(self) -> int:
         """Bytes of one element."""
         return self.dtype.itemsize if self.dtype is not None else 1
+
+    @property
+    def is_word(self) -> bool:
+        """Whether a value has at most 8 bytes, so that it can stand for its own digest."""
+        return self.role == VALUE and self.itemsize * math.prod(self.shape) <= 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +128,14 @@ class Extra:
         digest: Digest of the value.
         dtype: Data type of a tensor, None for a Python value.
         shape: Shape of a tensor.
+        writer: Place of the rank that writes it; None if that is the first rank of the stage.
     """
 
     path: Path
     digest: str
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
+    writer: int | None = None
 
     @property
     def key(self) -> str:
@@ -192,7 +207,7 @@ class ChunkLists:
         """Returns each global tensor of a layout with its shape and the chunks that are written.
 
         Raises:
-            CheckpointError: If the chunks of all ranks do not cover a tensor exactly once.
+            IncompleteCheckpointError: If the chunks of all ranks do not cover a tensor exactly once.
         """
         ident = (id(layout.stages), itemsize)
         known = self._known.get(ident)
@@ -234,7 +249,7 @@ class ChunkLists:
                 chunks = [ChunkStorageMetadata(zeros, torch.Size(frame.shape))]
             made.append((frame._replace(boxes=()), torch.Size(frame.shape), chunks))
         if faults:
-            raise CheckpointError(
+            raise IncompleteCheckpointError(
                 f"{layout.fqn}: {summary(faults)} (axes {layout.axes}). The providers' answers "
                 "do not fit together; shardplan.layouts.prove(layout, grid) shows it offline."
             )
@@ -245,7 +260,7 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
     """Yields key, path, stored form and origin of everything that a stage's ranks write.
 
     Raises:
-        CheckpointError: If the ranks' chunks do not cover a tensor exactly once.
+        IncompleteCheckpointError: If the ranks' chunks do not cover a tensor exactly once.
     """
     lists: dict[tuple[int, str], ChunkLists] = {}
     for kind, members in manifest.groups.items():

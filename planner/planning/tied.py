@@ -17,7 +17,6 @@ both. At load:
 | one key only | two tensors | the other key is missing |
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,10 +76,8 @@ class AliasedMetadata(Metadata):
         names: dict[str, list[str]] = {}
         for alias, key in aliases.items():
             names.setdefault(key, []).append(alias)
-        self.__dict__["_names"] = names
-        super().__init__(
-            **{f.name: getattr(metadata, f.name) for f in dataclasses.fields(Metadata)}
-        )
+        # Which fields Metadata has, and which its constructor takes, depends on torch's version.
+        self.__dict__.update(vars(metadata), _names=names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "storage_data" and value is not None:

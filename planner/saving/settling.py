@@ -2,37 +2,34 @@
 
 | what | where it comes from | settled as |
 |---|---|---|
-| Python values that belong to no parameter | every rank | equal on all ranks that have the key; the lowest of them writes it |
-| `PerRank` values | every rank | equal along the axes that they do not name |
+| values that belong to no parameter | every rank | equal on all ranks that have the key; the first rank of a stage writes it if it holds it, else the lowest that does |
+| `PerRank` values | every rank | on all ranks of a stage, equal along the axes that they do not name |
 | boxes of tensors that describe themselves | the rank that holds them | they must cover the tensor once; equal boxes are dealt out |
 | tied tensors | every rank | one copy, if they are tied wherever they have elements |
-
-All of it is empty but for the first, which is a few bytes for each value.
 """
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     TensorProperties,
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, IncompleteCheckpointError, RanksDisagreeError
 from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Shape
 
-from ..planning.manifest import StageManifest, Stored
+from ..planning.manifest import Extra, StageManifest, Stored
 from ..state.described import Description
 from ..state.entries import Path, key_of
-from .messages import PlanMessage, Tie, unpack
+from .messages import PER_RANK, PlanMessage, Tie, global_rank, unpack
 
 Entry = tuple[str, Path, Stored, str]
 Box = tuple[str, Shape]
@@ -45,7 +42,7 @@ class Settled:
     Attributes:
         entries: Key, path, stored form and origin of what no stage's manifest has.
         skip: Keys that a rank does not write, by rank.
-        write: Keys of Python values that a rank writes although it does not lead its stage.
+        write: Keys of extras that a rank writes although it does not lead its stage.
         skip_boxes: Key and offsets of boxes that another rank writes.
         aliases: Key that is not stored → the one that stands for it.
     """
@@ -61,7 +58,7 @@ def settle(
     messages: Sequence[PlanMessage],
     leaders: Mapping[int, int],
     stages: Sequence[StageManifest],
-) -> Settled:
+) -> tuple[Settled, list[StageManifest]]:
     """Decides what layouts do not.
 
     Args:
@@ -69,25 +66,21 @@ def settle(
         leaders: First rank of each pipeline stage.
         stages: The joined manifest of each stage, in the order of the stages.
 
+    Returns:
+        What was decided, and the manifests with the extras that each stage's ranks write.
+
     Raises:
-        CheckpointError: If ranks hold different values under one key, or the boxes of a tensor
-            that describes itself do not cover it exactly once.
+        RanksDisagreeError: If ranks hold different values under one key.
+        IncompleteCheckpointError: If the boxes of a tensor that describes itself do not cover it
+            exactly once.
     """
     settled = Settled()
-    _extras(settled, messages, leaders, stages)
-    _replicas(messages)
+    _per_rank(messages, leaders)
+    joined = _extras(settled, messages, leaders, stages)
     _boxes(settled, messages)
     if all(message.told.aliases for message in messages):
-        _ties(settled, messages, leaders, stages)
-    return settled
-
-
-def _differ(key: str, first: int, second: int) -> CheckpointError:
-    return CheckpointError(
-        f"{key}: ranks {first} and {second} hold different values under this key, and no layout "
-        "explains it. Make them equal, give each its own key, or wrap the value in PerRank if "
-        "every rank is meant to have its own."
-    )
+        _ties(settled, messages, leaders, joined)
+    return settled, joined
 
 
 def _extras(
@@ -95,42 +88,89 @@ def _extras(
     messages: Sequence[PlanMessage],
     leaders: Mapping[int, int],
     stages: Sequence[StageManifest],
-) -> None:
+) -> list[StageManifest]:
     """Compares values that belong to no parameter and finds one writer for each."""
-    known: dict[str, tuple[str, int]] = {}
-    for (stage, leader), manifest in zip(sorted(leaders.items()), stages, strict=True):
-        again = set()
-        for extra in manifest.extras:
-            digest, rank = known.setdefault(extra.key, (extra.digest, leader))
-            if digest != extra.digest:
-                raise _differ(extra.key, rank, leader)
-            if rank != leader:
-                again.add(extra.key)
-        for rank, message in enumerate(messages):
-            if message.grids[0].stage == stage:
-                settled.skip[rank] = set(again)
+    alike: dict[bytes, list[int]] = {}
     for rank, message in enumerate(messages):
-        for path, own in unpack(message.told.objects):
-            key = key_of(path)
-            digest, other = known.setdefault(key, (own, rank))
-            if digest != own:
-                raise _differ(key, other, rank)
-            if other == rank:
-                settled.write.setdefault(rank, set()).add(key)
-                settled.entries.append((key, path, BytesStorageMetadata(), key))
+        alike.setdefault(message.told.extras, []).append(rank)
+    leading = set(leaders.values())
+    known: dict[str, tuple[Extra, int]] = {}
+    writers: dict[str, tuple[bool, int]] = {}
+    for packed, ranks in alike.items():
+        best = min((rank not in leading, rank) for rank in ranks)
+        for extra in unpack(packed):
+            key = extra.key
+            first, other = known.setdefault(key, (extra, ranks[0]))
+            if (first.digest, first.dtype, first.shape) != (
+                extra.digest,
+                extra.dtype,
+                extra.shape,
+            ):
+                raise _differ(messages, first, other, extra, ranks[0])
+            writers[key] = min(writers.get(key, best), best)
+            for rank in leading.intersection(ranks):
+                settled.skip.setdefault(rank, set()).add(key)
+    written: dict[int, list[Extra]] = {}
+    for key, (follows, rank) in writers.items():
+        extra = known[key][0]
+        if follows:
+            settled.write.setdefault(rank, set()).add(key)
+            extra = replace(extra, writer=messages[rank].place)
+        else:
+            settled.skip[rank].discard(key)
+        written.setdefault(messages[rank].grids[0].stage, []).append(extra)
+    joined = []
+    for stage, manifest in zip(sorted(leaders), stages, strict=True):
+        # A leader knows its own paths better than they travel: its integer keys stay integers.
+        own = {extra.key: extra for extra in manifest.extras}
+        extras = [extra for extra in manifest.extras if extra.digest == PER_RANK]
+        for extra in written.get(stage, ()):
+            extras.append(own[extra.key] if extra.writer is None else extra)
+        joined.append(replace(manifest, extras=tuple(sorted(extras, key=lambda e: e.key))))
+    return joined
 
 
-def _replicas(messages: Sequence[PlanMessage]) -> None:
-    """Checks that ranks at one place along a `PerRank` value's axes have one value."""
+def _differ(
+    messages: Sequence[PlanMessage], first: Extra, a: int, second: Extra, b: int
+) -> RanksDisagreeError:
+    forms = [
+        "a Python value" if extra.dtype is None else f"{extra.dtype} of shape {extra.shape}"
+        for extra in (first, second)
+    ]
+    how = "" if forms[0] == forms[1] else f" ({forms[0]} and {forms[1]})"
+    a, b = global_rank(messages, a), global_rank(messages, b)
+    return RanksDisagreeError(
+        f"{first.key}: ranks {a} and {b} hold different values under this key{how}, and no layout "
+        "explains it. Make them equal, give each its own key, or wrap the value in PerRank if "
+        "every rank is meant to have its own."
+    )
+
+
+def _per_rank(messages: Sequence[PlanMessage], leaders: Mapping[int, int]) -> None:
+    """Checks that all ranks of a stage have the same `PerRank` keys, and replicas equal values."""
     known: dict[str, tuple[str, int]] = {}
     for rank, message in enumerate(messages):
-        for key, own in message.told.per_rank:
-            digest, other = known.setdefault(key, (own, rank))
-            if digest != own:
-                raise CheckpointError(
-                    f"{key}: ranks {other} and {rank} hold different values, but are at one place "
-                    "of the axes that the key names. Name the axes along which it differs in "
-                    "PerRank(value, axes=...)."
+        leader = leaders[message.grids[0].stage]
+        own, theirs = (
+            {(key.rpartition(".")[0], label) for key, label, _ in messages[r].told.per_rank}
+            for r in (rank, leader)
+        )
+        for key, label in sorted(own ^ theirs):
+            holder, other = (rank, leader) if (key, label) in own else (leader, rank)
+            raise RanksDisagreeError(
+                f"{key}: a PerRank value on rank {global_rank(messages, holder)} and not on rank "
+                f"{global_rank(messages, other)}, or along other axes than {label!r} there. Give every "
+                "rank of the stage one, with the same axes."
+            )
+        for key, _, digest in message.told.per_rank:
+            if not digest:
+                continue
+            first, other = known.setdefault(key, (digest, rank))
+            if first != digest:
+                raise RanksDisagreeError(
+                    f"{key}: ranks {global_rank(messages, other)} and {global_rank(messages, rank)} hold "
+                    "different values, but are at one place of the axes that the key names. Name "
+                    "the axes along which it differs in PerRank(value, axes=...)."
                 )
 
 
@@ -147,9 +187,10 @@ def _boxes(settled: Settled, messages: Sequence[PlanMessage]) -> None:
                 continue
             _, first, other = tensors.setdefault(key, (path, said, rank))
             if (first.shape, first.dtype) != (said.shape, said.dtype):
-                raise CheckpointError(
-                    f"{key}: rank {other} says that it has shape {first.shape} and {first.dtype}, "
-                    f"rank {rank} says {said.shape} and {said.dtype}. Mend what describes it."
+                raise RanksDisagreeError(
+                    f"{key}: rank {global_rank(messages, other)} says that it has shape {first.shape} "
+                    f"and {first.dtype}, rank {global_rank(messages, rank)} says {said.shape} and "
+                    f"{said.dtype}. Fix what describes it."
                 )
             for part in said.parts:
                 holders.setdefault(key, {}).setdefault(part, []).append(rank)
@@ -178,7 +219,7 @@ def _boxes(settled: Settled, messages: Sequence[PlanMessage]) -> None:
         stored = TensorStorageMetadata(properties, torch.Size(shape), chunks)
         settled.entries.append((key, path, stored, key))
     if faults:
-        raise CheckpointError(
+        raise IncompleteCheckpointError(
             f"{summary(faults)}. What the ranks say of their own tensors does not fit together; "
             "nothing was written."
         )
@@ -211,11 +252,12 @@ def _ties(
         for tie in claimed:
             if all(tie in m.told.ties or not _holds(tie, manifest, m) for _, m in members):
                 aliases.update(_keys(tie, manifest, members[0][1]))
-        skipped = settled.skip[leader]
+        skipped = settled.skip.get(leader, set())
         aliases = {a: k for a, k in aliases.items() if a not in skipped and k not in skipped}
         settled.aliases.update(aliases)
-        for rank, _ in members:
-            settled.skip[rank] |= aliases.keys()
+        if aliases:
+            for rank, _ in members:
+                settled.skip.setdefault(rank, set()).update(aliases)
 
 
 def _holds(tie: Tie, manifest: StageManifest, message: PlanMessage) -> bool:

@@ -26,6 +26,7 @@ from shardplan.layouts.layout import digest, evaluate
 from shardplan.layouts.slab import Box, Shape, contiguous_strides
 from shardplan.layouts.stages import Stage
 
+from ..compat import local_tensor
 from ..planning.holdings import Holding, Holdings, sort_values
 from ..planning.manifest import OBJECT, SHARD, Extra, Kind, Members, StageManifest, value_names
 from ..planning.ownership import deal, parts, take, writer_of_value
@@ -35,7 +36,8 @@ from ..state.described import Description, describe
 from ..state.entries import Path, key_of
 from ..state.per_rank import Seat
 from ..state.values import value_digest
-from .messages import PER_RANK, Tie, Told, pack
+from .messages import PER_RANK, Tie, Told, pack, pack_words
+from .subgroup import restrict
 
 
 class Source(NamedTuple):
@@ -72,10 +74,13 @@ class WritePlan:
     Attributes:
         items: The write items, those of extras last.
         sources: The source of each item.
-        spare: Items and sources of Python values that the first rank of the stage writes, if it
-            has them.
-        chunks: The model's chunks and self-describing tensors.
+        spare: Items and sources of extras, which the first rank of the stage writes if it holds
+            them; another rank writes those that its reply names.
+        chunks: The model's chunks and self-describing tensors, on the grids of the ranks that save.
+        ranks: Global ranks that save, None for all.
         groups: Which values the rank has.
+        singles: Positions of the values that stand for a whole parameter, in the order of each
+            kind's members.
         extras: Position and path of the values that belong to no parameter.
         per_rank: Position, path on disk and, for the first rank of the stage, the paths of all
             ranks' values of each `PerRank`.
@@ -89,7 +94,9 @@ class WritePlan:
     sources: list[Source] = field(default_factory=list)
     spare: list[tuple[WriteItem, Source]] = field(default_factory=list)
     chunks: tuple[Chunk, ...] = ()
+    ranks: tuple[int, ...] | None = None
     groups: dict[Kind, Members] = field(default_factory=dict)
+    singles: dict[Kind, list[int]] = field(default_factory=dict)
     extras: list[tuple[int, Path]] = field(default_factory=list)
     per_rank: list[tuple[int, Path, list[Path]]] = field(default_factory=list)
     described: list[tuple[int, Path, Description]] = field(default_factory=list)
@@ -113,53 +120,82 @@ class WritePlan:
         extras += [Extra(path, PER_RANK) for _, _, paths in self.per_rank for path in paths]
         return StageManifest(self.chunks, self.groups, tuple(sorted(extras, key=lambda e: e.key)))
 
-    def told(self, values: Sequence[Any], manifest: StageManifest, leads: bool) -> Told:
-        """Returns what the rank tells of its values that no layout says.
+    def told(self, values: Sequence[Any], manifest: StageManifest) -> Told:
+        """Returns what the rank says of its values beside what layouts say.
 
         Args:
             values: The values of this save.
             manifest: What `manifest` returned for them.
-            leads: Whether the rank is the first of its stage, which tells its manifest too.
         """
-        objects = [e for e in manifest.extras if e.dtype is None and e.digest != PER_RANK]
-        replicas = [
-            (key_of(path), value_digest(values[number].value, key_of(path)))
-            for number, path, _ in self.per_rank
-            if values[number].axes is not None
-        ]
+        per_rank = []
+        for number, path, _ in self.per_rank:
+            value, key = values[number], key_of(path)
+            digest = "" if value.axes is None else value_digest(value.value, key)
+            per_rank.append((key, value.label, digest))
         tied = [
             self.ties[number]
             for number, other in self.tied.items()
             if same_memory(values[number], values[other])
         ]
         return Told(
-            b"" if leads else pack(objects),
-            tuple(replicas),
+            pack(e for e in manifest.extras if e.digest != PER_RANK),
+            tuple(
+                (kind, pack_words(self._words(kind, [values[n] for n in numbers]), len(numbers)))
+                for kind, numbers in self.singles.items()
+            ),
+            tuple(per_rank),
             tuple((path, said) for _, path, said in self.described),
             tuple(tie for tie in tied if isinstance(tie, Tie)),
             tuple(tie for tie in tied if not isinstance(tie, Tie)),
         )
 
-    def digest(self, table: LayoutTable, manifest: StageManifest, objects: bool) -> str:
-        """Returns a digest that is equal on all ranks of a stage: layouts and extras.
+    def _words(self, kind: Kind, values: list[Any]) -> bytes:
+        """Returns the digests of values of a kind, one behind the other."""
+        if kind.is_word:
+            return _bytes_of(values)
+        names = list(self.chunks[kind.chunk].layouts)
+        known: dict[tuple[type, Any], bytes] = {}
+        words = []
+        for order, value in zip(self.groups[kind], values, strict=True):
+            ident = (type(value), value) if type(value) in (int, bool, str) else None
+            word = None if ident is None else known.get(ident)
+            if word is None:
+                word = bytes.fromhex(value_digest(value, kind.place.key(names[order])))
+                if ident is not None:
+                    known[ident] = word
+            words.append(word)
+        return b"".join(words)
+
+    def digest(self, table: LayoutTable) -> str:
+        """Returns a digest of the layouts, equal on all ranks of a stage.
 
         Args:
             table: The model's layouts.
-            manifest: What `manifest` returned.
-            objects: Whether Python values count; where ranks exchange plans, they are compared
-                one by one.
         """
         lone = [
             layout.to_json()
             for c in self.chunks[len(table.chunks) :]
             for layout in c.layouts.values()
         ]
-        extras = [
-            (e.key, e.digest, str(e.dtype), e.shape)
-            for e in manifest.extras
-            if objects or e.dtype is not None or e.digest == PER_RANK
-        ]
-        return digest((table.digest, lone, extras))
+        return digest((table.digest, lone))
+
+
+def _bytes_of(tensors: list[Any]) -> bytes:
+    """Returns the bytes of tensors of one dtype and shape, with one copy for each device."""
+    devices: dict[torch.device, list[int]] = {}
+    shards = [local_tensor(tensor).detach() for tensor in tensors]
+    for number, shard in enumerate(shards):
+        devices.setdefault(shard.device, []).append(number)
+    found = [b""] * len(shards)
+    for numbers in devices.values():
+        together = torch.stack([shards[n] for n in numbers]).cpu().reshape(-1)
+        raw = together.view(torch.uint8).numpy().tobytes()
+        if len(devices) == 1:
+            return raw
+        nbytes = len(raw) // len(numbers)
+        for at, number in enumerate(numbers):
+            found[number] = raw[at * nbytes : (at + 1) * nbytes]
+    return b"".join(found)
 
 
 class _Pieces:
@@ -203,13 +239,17 @@ class _Pieces:
         return made
 
 
-def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bool) -> WritePlan:
+def write_plan(
+    table: LayoutTable,
+    values: Sequence[tuple[Path, Any]],
+    ranks: tuple[int, ...] | None = None,
+) -> WritePlan:
     """Returns what a rank writes of its values.
 
     Args:
         table: The model's layouts.
         values: Paths and values of the state dict.
-        leads: Whether the rank is the first of its stage, which writes the extras.
+        ranks: Global ranks that save; None for all.
 
     Raises:
         LayoutError: If a tensor does not fit its parameter's layout.
@@ -218,11 +258,14 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
     holdings = sort_values(table, values)
     if any(chunk.layouts for chunk in table.chunks):
         holdings.extras = [e for e in holdings.extras if not _lacks_state(e[1], values[e[0]][1])]
-    plan = WritePlan(chunks=holdings.chunks, extras=holdings.extras)
+    holdings.chunks = restrict(holdings.chunks, ranks)
+    grids = holdings.chunks[0].grids
+    plan = WritePlan(chunks=holdings.chunks, ranks=ranks, extras=holdings.extras)
     pieces: dict[tuple[int, str], _Pieces] = {}
     shared: dict[tuple[int, str, tuple[str, ...]], list[tuple[int, str, int]]] = {}
     pending: list[tuple[WriteItem, Source]] = []
     members: dict[Kind, list[int]] = {}
+    singles: dict[Kind, list[tuple[int, int]]] = {}
     seen: dict[str, int] = {}
     clashes: list[str] = []
 
@@ -262,6 +305,7 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
                     plan.items.append(item)
                     plan.sources.append(source)
             continue
+        singles.setdefault(kind, []).append((held.order, held.number))
         grid = pieces[family].grid
         for known in value_names(layout, grid):
             key = kind.place.key(known)
@@ -269,6 +313,8 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
             if writer_of_value(layout, grid):
                 share(kind.chunk, layout, *_value_item(key, held))
     plan.groups = {kind: Members.of(orders) for kind, orders in members.items()}
+    for kind, pairs in singles.items():
+        plan.singles[kind] = [number for _, number in sorted(pairs)]
     for number, path in (*holdings.extras, *holdings.described, *holdings.per_rank):
         claim(key_of(path), number)
     if clashes:
@@ -285,13 +331,13 @@ def write_plan(table: LayoutTable, values: Sequence[tuple[Path, Any]], leads: bo
         value = values[number][1]
         box = _whole(tuple(value.shape)) if isinstance(value, torch.Tensor) else None
         item, source = _extra_item(key_of(path), value), Source(number, box)
-        if leads:
+        if grids.leads_stage:
             plan.items.append(item)
             plan.sources.append(source)
-        elif box is None:
+        else:
             plan.spare.append((item, source))
     for number, path in holdings.per_rank:
-        seat = Seat(key_of(path), values[number][1], table.grids)
+        seat = Seat(key_of(path), values[number][1], grids)
         plan.per_rank.append((number, seat.path(path), seat.paths(path)))
         if seat.first:
             plan.items.append(_extra_item(key_of(seat.path(path)), None))

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, Grids
+from shardplan.layouts.layout import digest
 
-from ..saving.messages import PlanMessage
+from ..saving.messages import PlanMessage, WriterMeta
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
 from .places.files import files_at
@@ -73,7 +74,7 @@ class SafetensorsWriter(StorageWriter):
         self._stock = stock
         self._rank = 0
         self._coordinates = True
-        self._collective = False
+        self.collective = False
         self._message: PlanMessage | None = None
         self._session: Session | None = None
         self._file: RankFile | None = None
@@ -99,8 +100,8 @@ class SafetensorsWriter(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Returns the checkpoint's id for DCP's own records."""
-        return StorageMeta(checkpoint_id=self.path)
+        """Returns what DCP passes on to the planner: the checkpoint's id, and this writer."""
+        return WriterMeta(checkpoint_id=self.path, writer=self)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, at another path if one is given."""
@@ -112,7 +113,7 @@ class SafetensorsWriter(StorageWriter):
         """Takes this process's rank, and whether ranks exchange plans."""
         self._coordinates = is_coordinator
         self._rank = int(kwargs.get("rank", 0) or 0)
-        self._collective = bool(kwargs.get("use_collectives", False))
+        self.collective = bool(kwargs.get("use_collectives", False))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Opens the save.
@@ -128,9 +129,9 @@ class SafetensorsWriter(StorageWriter):
             )
         self._message = message
         dense = message.grids[0].dense
-        self._collective = self._collective and dense.world_size > 1
+        self.collective = self.collective and dense.world_size > 1
         place = dense.linear(dense.axes)
-        leads = self._coordinates if self._collective else place == 0
+        leads = self._coordinates if self.collective else place == 0
         self._session = Session(
             files_at(self.path), place, leads, dense.world_size, self._timeout, self._overwrite
         )
@@ -138,7 +139,7 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tells all ranks the save's id, where DCP carries plans back to them."""
-        if not self._collective or self._session is None:
+        if not self.collective or self._session is None:
             return plans
         return [dataclasses.replace(p, storage_data=self._session.save) for p in plans]
 
@@ -153,19 +154,22 @@ class SafetensorsWriter(StorageWriter):
         assert session is not None and message is not None  # prepare_local_plan came before
         try:
             manifest = planner.manifest  # type: ignore[attr-defined]
+            if not self.collective:  # nobody joins what single ranks hold
+                strict = digest((message.digest, message.told.extras.hex()))
+                message = dataclasses.replace(message, digest=strict)
             groups = self._vouched.of(message.digest, manifest)
             file = RankFile(session.files, message, manifest, groups, self._rank)
             self._file = file
             if self._buffers is None:
                 self._buffers = Buffers(self._buffer_bytes, torch.cuda.is_available())
-            if self._collective:
+            if self.collective:
                 save = plan.storage_data
             else:  # where the header is written first, the id must be known by then
                 save = session.awaited() if file.out.in_order else session.current()
             with without_gc():
                 buffers, threads = self._buffers, self._threads
                 file.write(plan.items, planner, buffers, threads, save or "", self._stock)
-            if self._collective:
+            if self.collective:
                 file.announce(str(save), self._sync)
                 file.out.discard()  # DCP calls finish on the coordinator only
         except BaseException as error:
@@ -182,20 +186,24 @@ class SafetensorsWriter(StorageWriter):
         file, self._file = self._file, None
         if file is not None:
             file.out.discard()
-        if self._session is not None and not self._collective:
+        if self._session is not None and not self.collective:
             self._session.fail(error)
 
-    def plan_failed(self, error: BaseException, place: int, ranks: int) -> None:
+    def plan_failed(
+        self, error: BaseException, grids: Grids, ranks: tuple[int, ...] | None
+    ) -> None:
         """Tells the other ranks that this one could not plan, so that they do not wait for it.
 
         Args:
             error: Why.
-            place: This rank's place.
-            ranks: How many ranks save.
+            grids: The grids of the ranks that save, at this rank's place.
+            ranks: Global ranks that save; None for all.
         """
-        if not self._collective and ranks > 1:
+        count = grids.world_size
+        if not self.collective and count > 1:
+            place = grids.dense.linear(grids.dense.axes)
             files = files_at(self.path)
-            Session(files, place, place == 0, ranks, self._timeout, True).fail(error)
+            Session(files, place, place == 0, count, self._timeout, True).fail(error)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Ends the save on this rank: it is complete, and there was no error on any rank.
@@ -207,7 +215,7 @@ class SafetensorsWriter(StorageWriter):
         session, file = self._session, self._file
         assert session is not None and file is not None  # write_data came before
         try:
-            if self._collective:
+            if self.collective:
                 markers = [Marker.decode("a result", r[0].storage_data) for r in results]
                 commit = commit_of(session.files, str(session.save), markers, metadata)
                 session.complete(commit)

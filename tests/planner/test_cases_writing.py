@@ -9,7 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
 from shardplan.layouts import (
     Cut,
@@ -36,20 +39,26 @@ class Shuffle(DTensorStorage):
         super().__init__({name: (Cut(0, "dp_shard", split_factor=2),)})
 
 
-def test_all_chunks_of_a_key_are_readable(tmp_path):
-    """Safetensors writers keep only the last chunk of an FQN per file: torch_save is right."""
-    full = torch.arange(32.0).view(8, 4)
+FULL = torch.arange(32.0).view(8, 4)
+
+
+def shuffled():
+    """Two ranks' state dicts and planners: each has two chunks of `w`."""
     planners = [
         LayoutAwareSavePlanner(
             {"w": (8, 4)}, grid=Grids.from_sizes(r, dp_shard=2), layouts=[Shuffle("w")]
         )
         for r in range(2)
     ]
-    states = [{"w": full[[0, 1, 4, 5]].clone()}, {"w": full[[2, 3, 6, 7]].clone()}]
-    memory.world.save(tmp_path, states, planners)
+    return [{"w": FULL[[0, 1, 4, 5]].clone()}, {"w": FULL[[2, 3, 6, 7]].clone()}], planners
+
+
+def test_all_chunks_of_a_key_are_readable(tmp_path):
+    """Safetensors writers keep only the last chunk of an FQN per file: torch_save is right."""
+    memory.world.save(tmp_path, *shuffled())
     blank = {"w": torch.full((8, 4), -1.0)}
     dcp.load(blank, checkpoint_id=tmp_path)
-    assert torch.equal(full, blank["w"])
+    assert torch.equal(FULL, blank["w"])
 
 
 WRITERS = {
@@ -68,14 +77,35 @@ WRITERS = {
 def test_writers_that_keep_one_chunk_of_a_key_are_refused(tmp_path, writer):
     """Safetensors writers keep only the last chunk of an FQN per file: refused before a byte."""
     folder = tmp_path / "checkpoint"
-    with pytest.raises(CheckpointException, match="keeps only the last chunk of a key") as caught:
-        dcp.save(
-            {"w": torch.ones(8, 4)},
-            storage_writer=WRITERS[writer](str(folder)),
-            planner=LayoutAwareSavePlanner({"w": (8, 4)}),
-        )
-    assert "FileSystemWriter in its torch_save format" in str(caught.value)
+    states, planners = shuffled()
+    with pytest.raises(CheckpointException, match=r"w: \w+ keeps only the last chunk") as caught:
+        dcp.save(states[0], storage_writer=WRITERS[writer](str(folder)), planner=planners[0])
+    assert "writes 2. Use torch's FileSystemWriter in its torch_save format" in str(caught.value)
     assert [] == files(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("writer", ["hugging face", "hugging face, consolidated"])
+def test_they_are_refused_by_whoever_drives_the_planner(tmp_path, writer):
+    def make(path):
+        return WRITERS[writer](str(path / "checkpoint"))
+
+    with pytest.raises(CheckpointError, match="w: HuggingFaceStorageWriter keeps only the last"):
+        memory.world.save(tmp_path, *shuffled(), make)
+    assert [] == files(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("writer", ["hugging face", "hugging face, consolidated"])
+def test_writers_that_keep_one_chunk_of_a_key_save_one_chunk(tmp_path, writer):
+    dcp.save(
+        {"w": FULL.clone()},
+        storage_writer=WRITERS[writer](str(tmp_path)),
+        planner=LayoutAwareSavePlanner({"w": (8, 4)}),
+    )
+    blank = {"w": torch.full((8, 4), -1.0)}
+    dcp.load(blank, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
+    assert torch.equal(FULL, blank["w"])
 
 
 @pytest.mark.parametrize("how", [{"use_collectives": False}, {"no_dist": True}])

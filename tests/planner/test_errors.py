@@ -255,16 +255,17 @@ def test_a_parameter_that_only_one_rank_has():
     assert "4 parameters here and 3 there" in texts[2]
 
 
-def test_a_value_that_only_one_rank_has():
-    """A Python value is written by the rank that has it; a tensor that no layout explains is not."""
+@pytest.mark.parametrize("value", [3, torch.full((2,), 3.0)])
+def test_a_value_that_only_one_rank_has(value):
+    """It is written by the rank that has it, Python value or tensor."""
     states, planners = three([A] * 3)
-    states[1]["epoch"] = 3
+    states[1]["epoch"] = value
     checkpoint = memory.save(states, planners)
-    assert (3, 1) == (checkpoint.value("epoch"), checkpoint.written_by["epoch", None])
-    states[1]["epoch"] = torch.zeros(1)
-    texts = planned(states, planners)
-    assert None not in texts
-    assert texts[1].startswith("epoch: only this rank has it, and no layout explains it")
+    if isinstance(value, torch.Tensor):
+        assert [3.0, 3.0] == checkpoint.tensor("epoch").tolist()
+        assert 1 == checkpoint.written_by["epoch", (0,)]
+    else:
+        assert (3, 1) == (checkpoint.value("epoch"), checkpoint.written_by["epoch", None])
     states[1].pop("epoch")
     assert [None] * 3 == planned(states, planners)
 

@@ -1,7 +1,6 @@
 """Values that differ between ranks: declared, found out, and what another world makes of them."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from shardplan.planner import (
     LoadPolicies,
     PerRank,
 )
-from shardplan.planner.compat import SaveCall
 
 
 def grids(count, **sizes):
@@ -172,11 +170,3 @@ def test_python_values_of_some_ranks_only_are_written_by_the_first_that_has_them
     targets = [{key: None for key in state} for state in states]
     load(memory, targets)
     assert states == targets
-
-
-def test_a_writer_that_stores_layouts_needs_the_same_values_on_every_rank(monkeypatch):
-    """Its readers know the first rank's values only, so another rank's own would be lost."""
-    call = SaveCall(SimpleNamespace(stores_layouts=True), use_collectives=True, no_dist=False)
-    monkeypatch.setattr("shardplan.planner.save.calling_save", lambda: call)
-    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 .* nothing was written"):
-        save([{"x": 1}, {"x": 1, "dp_rank_1": b"a"}])

@@ -96,6 +96,7 @@ def part_to_json(manifest: StageManifest, stage: int, save: str, digest: str) ->
                 extra.digest,
                 None if extra.dtype is None else dtype_name(extra.dtype),
                 list(extra.shape),
+                *(() if extra.writer is None else (extra.writer,)),
             ]
             for extra in manifest.extras
         ],
@@ -148,8 +149,9 @@ def part_from_json(where: str, data: Any, save: str, ranks: int) -> tuple[StageM
                 str(digest),
                 None if dtype is None else dtype_of(dtype),
                 _shape(shape),
+                _shape(writer)[0] if writer else None,
             )
-            for path, digest, dtype, shape in data["extras"]
+            for path, digest, dtype, shape, *writer in data["extras"]
         )
         digest = str(data["digest"])
     except (LayoutError, TypeError, KeyError, IndexError, ValueError, RecursionError) as error:

@@ -101,6 +101,8 @@ class Owners:
 
     def _of_extra(self, stage: int, extra: Extra) -> int:
         """Returns the place of the rank that wrote a value which belongs to no parameter."""
+        if extra.writer is not None:
+            return extra.writer
         grids = self._stages[stage].chunks[0].grids
         grid = grids.dense
         coordinate = {axis: 0 for axis in grid.axes if axis != "pp"}
