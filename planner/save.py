@@ -462,7 +462,8 @@ def checkpoint_metadata(
 
 def _is_of_huggingface(storage_data: Any) -> bool:
     """Whether torch's Hugging Face writers sent a plan back: their files are dictionaries by fqn."""
-    return isinstance(storage_data, dict) and "fqn_to_index_mapping" in storage_data
+    marks = {"fqn_to_index_mapping", "shard_index"}
+    return isinstance(storage_data, dict) and not marks.isdisjoint(storage_data)
 
 
 def _check_one_chunk_per_key(name: str, items: Iterable[WriteItem]) -> None:
