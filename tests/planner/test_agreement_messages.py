@@ -1,6 +1,7 @@
 """What ranks say of their plans, and what comparing it finds: all ranks in one process."""
 
 import dataclasses
+import itertools
 import random
 
 import memory
@@ -145,7 +146,7 @@ def test_missing_slots_are_those_that_a_rank_stores_a_part_of(seed):
         cuts = sorted(draw.choices(range(7), k=ranks - 1))
         bounds = [0, *cuts, 6]
         shapes[f"p{number:02}"] = (6,)
-        ranges[f"p{number:02}"] = tuple(zip(bounds, bounds[1:], strict=False))
+        ranges[f"p{number:02}"] = tuple(itertools.pairwise(bounds))
     held = {
         (rank, name): draw.random() < 0.9 or start == stop
         for name, parts in ranges.items()

@@ -24,6 +24,7 @@ from shardplan.planner import (
     LayoutAwareLoadPlanner,
     LayoutAwareSavePlanner,
     LayoutError,
+    UnstorableValueError,
 )
 
 Save, Load = LayoutAwareSavePlanner, LayoutAwareLoadPlanner
