@@ -33,7 +33,7 @@ from .loading.reading import UNPADDED
 from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadata, value_names
 from .planning.optimizer import Named, by_name, group_members, lists_members, optimizer_names
 from .planning.table import LayoutTable, build_table
-from .planning.tied import AliasedMetadata
+from .planning.tied import with_aliases
 from .saving.agreement import compare, first_difference
 from .saving.messages import PlanMessage, PlanReply, WriterMeta
 from .saving.settling import Entry
@@ -270,7 +270,8 @@ class LayoutAwareSavePlanner(SavePlanner):
             f"({self._table.grids.facts()}), and a load would miss them: it saves with no_dist=True, "
             "use_collectives=False or a process_group that the planner does not know of. Save with "
             "collectives from all ranks, use SafetensorsWriter of shardplan.planner with "
-            "use_collectives=False, or pass process_group= to the planner too."
+            "use_collectives=False (a driver of your own passes its storage_meta() to "
+            "set_up_planner), or pass process_group= to the planner too."
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -300,7 +301,7 @@ class LayoutAwareSavePlanner(SavePlanner):
             settled = agreement.settled
             metadata = checkpoint_metadata(agreement.stages, settled.entries)
             if settled.aliases:
-                metadata = AliasedMetadata(metadata, settled.aliases)
+                metadata = with_aliases(metadata, settled.aliases)
             return plans, metadata
 
     def _alone(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

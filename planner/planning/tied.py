@@ -3,7 +3,7 @@
 | name | is |
 |---|---|
 | `shared_memory` | which of a state dict's tensors are the same memory as an earlier one |
-| `AliasedMetadata` | DCP's metadata in which some keys are other names of stored ones |
+| `with_aliases` | DCP's metadata in which some keys are other names of stored ones |
 
 A tied weight is written once; its other key points to the same bytes, so that any reader finds
 both. At load:
@@ -18,7 +18,7 @@ both. At load:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -65,26 +65,47 @@ def _identity(local: torch.Tensor) -> tuple[Any, ...]:
 
 
 class AliasedMetadata(Metadata):
-    """Metadata in which some keys are other names of stored ones.
+    """Metadata in which some keys are other names of stored ones; see `with_aliases`.
 
     The storage writer sets `storage_data` when it knows where everything lies; then the other
     names get the places of what they stand for, and the object becomes plain `Metadata`, which is
     what is pickled.
     """
 
-    def __init__(self, metadata: Metadata, aliases: Mapping[str, str]) -> None:
-        names: dict[str, list[str]] = {}
-        for alias, key in aliases.items():
-            names.setdefault(key, []).append(alias)
-        # Which fields Metadata has, and which its constructor takes, depends on torch's version.
-        self.__dict__.update(vars(metadata), _names=names)
+    _names: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "storage_data" and value is not None:
-            names: dict[str, list[str]] = self.__dict__.pop("_names")
+            value = {**value, **dict(_aliases(value, self._names))}
             self.__class__ = Metadata  # type: ignore[assignment]
-            value = {**value, **dict(_aliases(value, names))}
         object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain, (vars(self),)
+
+
+def with_aliases(metadata: Metadata, aliases: Mapping[str, str]) -> Metadata:
+    """Returns metadata in which some keys are other names of stored ones.
+
+    Args:
+        metadata: DCP's metadata.
+        aliases: Key that is not stored → the one that stands for it.
+    """
+    names: dict[str, list[str]] = {}
+    for alias, key in aliases.items():
+        names.setdefault(key, []).append(alias)
+    # A class of its own holds the names, so that `dataclasses.replace`, by which torch 2.11 sets
+    # the version, keeps them, whatever fields the constructor takes.
+    kind = type("AliasedMetadata", (AliasedMetadata,), {"_names": names})
+    made: Metadata = object.__new__(kind)
+    made.__dict__.update(vars(metadata))
+    return made
+
+
+def _plain(fields: Mapping[str, Any]) -> Metadata:
+    made = object.__new__(Metadata)
+    made.__dict__.update(fields)
+    return made
 
 
 def _aliases(

@@ -135,7 +135,8 @@ def _check_places(messages: Sequence[PlanMessage], chunks: Sequence[int]) -> Non
     if faults:
         raise RanksDisagreeError(
             f"the ranks' grids do not fit together: {summary(dict.fromkeys(faults))}. Give every "
-            "planner the pg_collection or grid of its own rank, and save from all of these ranks."
+            "planner the pg_collection or grid of its own rank, and save from all of these ranks, or "
+            "pass every planner the process_group of those that save."
         )
 
 
@@ -282,7 +283,7 @@ class _Stage:
         layouts = self._joined.layouts(kind)
         classes = self._held(kind).classes
         known: dict[
-            tuple[tuple[str, ...], tuple[int, ...]],
+            tuple[_Class, tuple[int, ...]],
             tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]],
         ] = {}
         seen: set[tuple[int, bytes, tuple[tuple[int, ...], ...]]] = set()
@@ -423,10 +424,10 @@ def first_difference(mine: StageManifest, other: StageManifest) -> str:
             )
         if own_extras[key] != their_extras[key]:
             return f"{key}: the two ranks hold different values, and no layout explains it"
-    a, b = mine.chunks[len(other.chunks) :], other.chunks[len(mine.chunks) :]
-    if a or b:
-        fqn = min(f for chunk in (*a, *b) for f in chunk.layouts)
-        return f"{fqn}: {'only this rank has it' if a else 'this rank lacks it'}"
+    more, fewer = mine.chunks[len(other.chunks) :], other.chunks[len(mine.chunks) :]
+    if more or fewer:
+        fqn = min(f for chunk in (*more, *fewer) for f in chunk.layouts)
+        return f"{fqn}: {'only this rank has it' if more else 'this rank lacks it'}"
     return "their order of parameters or values differs"
 
 

@@ -169,6 +169,8 @@ class SafetensorsWriter(StorageWriter):
             with without_gc():
                 buffers, threads = self._buffers, self._threads
                 file.write(plan.items, planner, buffers, threads, save or "", self._stock)
+            if not self.collective:
+                planner.spare_items(())  # type: ignore[attr-defined]  # lets its values go
             if self.collective:
                 file.announce(str(save), self._sync)
                 file.out.discard()  # DCP calls finish on the coordinator only

@@ -8,6 +8,7 @@ import memory
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from shardplan.layouts import Cut, DTensorStorage, ExpertGrid, FSDPFlatBuffer, Grid, Grids
@@ -20,7 +21,7 @@ from shardplan.planner import (
     UnstorableValueError,
 )
 from shardplan.planner.planning.manifest import Kind, Members
-from shardplan.planner.planning.tied import AliasedMetadata
+from shardplan.planner.planning.tied import with_aliases
 from shardplan.planner.saving.agreement import compare
 from shardplan.planner.saving.messages import PlanMessage, Tie, WriterMeta
 from shardplan.planner.state.described import Description
@@ -368,19 +369,55 @@ def test_a_message_is_plain_data():
     check(sent)
 
 
-class LaterMetadata(Metadata):
-    """Metadata of another torch version: a field more, and a constructor that does not take it."""
+@dataclasses.dataclass
+class OtherMetadata(Metadata):
+    """Metadata of another torch version: a field more, which the constructor does not take."""
 
-    def __init__(self, state_dict_metadata):
-        super().__init__(state_dict_metadata)
-        self.version = "9"
+    written: str = dataclasses.field(default="never", init=False)
 
 
-def test_tied_keys_are_noted_whatever_the_constructor_of_metadata_takes():
-    metadata = AliasedMetadata(LaterMetadata({}), {"head": "embed"})
-    index = memory.MetadataIndex("embed", torch.Size([0]))
-    metadata.storage_data = {index: "there"}
-    assert type(metadata) is Metadata and "9" == metadata.version
-    assert {"embed": "there", "head": "there"} == {
+def by_setting(metadata):
+    metadata.version = "1"
+    return metadata
+
+
+def by_replacing(metadata):
+    """How torch 2.11 sets the version."""
+    return dataclasses.replace(metadata, version="1")
+
+
+@pytest.mark.parametrize("kind", [Metadata, OtherMetadata])
+@pytest.mark.parametrize("stamp", [by_setting, by_replacing])
+def test_tied_keys_are_noted_however_torch_sets_the_version(kind, stamp):
+    first = with_aliases(kind({}, planner_data={"a": 1}), {"head": "embed", "out": "embed"})
+    metadata = stamp(first)
+    metadata.storage_data = {memory.MetadataIndex("embed", torch.Size([0])): "there"}
+    assert type(metadata) is Metadata
+    assert ("1", {"a": 1}) == (metadata.version, metadata.planner_data)
+    assert {"embed": "there", "head": "there", "out": "there"} == {
         i.fqn: place for i, place in metadata.storage_data.items()
     }
+    assert type(memory.world.sent(first)) is Metadata  # DCP sends it to all ranks
+
+
+class Replacing(dcp.FileSystemWriter):
+    """torch 2.11's writer, as far as the metadata goes."""
+
+    def finish(self, metadata, results):
+        super().finish(dataclasses.replace(metadata, version="1"), results)
+
+
+def test_tied_weights_load_from_a_writer_that_replaces_the_metadata(tmp_path):
+    weight = torch.arange(6.0).view(2, 3)
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(3, 2, bias=False) for n in ("embed", "head")})
+    model["head"].weight = model["embed"].weight
+    model["embed"].weight.data = weight.clone()
+    model["head"].weight.data = model["embed"].weight.data
+    writer = Replacing(tmp_path, sync_files=False)
+    planner = LayoutAwareSavePlanner(model)
+    dcp.save(model.state_dict(), storage_writer=writer, planner=planner, no_dist=True)
+    state = {f"{n}.weight": torch.zeros(2, 3) for n in ("embed", "head")}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(weight, state["embed.weight"]) and torch.equal(weight, state["head.weight"])
+    places = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    assert 2 == len(places) and 1 == len({(p.relative_path, p.offset) for p in places.values()})

@@ -45,7 +45,7 @@ def save(path, rank, step, timeout):
 
 def _save_state_dict(rank, values, storage_writer, save_planner):
     use_collectives, no_dist = False, False
-    save_planner.set_up_planner(values, None, rank == 0)
+    save_planner.set_up_planner(values, storage_writer.storage_meta(), rank == 0)
     storage_writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
     plan = storage_writer.prepare_local_plan(save_planner.create_local_plan())
     plans, metadata = save_planner.create_global_plan([plan])
