@@ -278,13 +278,15 @@ class LayoutAwareSavePlanner(SavePlanner):
         """Compares all ranks' digests and returns the metadata of the whole checkpoint.
 
         Raises:
-            CheckpointError: If the ranks' grids do not fit together, a rank lacks a value that
-                it is needed for, two values have one key, or a tensor is not covered.
+            RanksDisagreeError: If the ranks' grids do not fit together, a rank lacks a value of
+                which it stores a part, or two ranks hold different values under one key.
+            CheckpointError: If two values have one key, a tensor is not covered, or this is one of
+                several ranks and nobody learns of the others' plans.
         """
         messages = [plan.planner_data for plan in all_plans]
         for rank, message in enumerate(messages):
             if not isinstance(message, PlanMessage):
-                raise CheckpointError(
+                raise RanksDisagreeError(
                     f"rank {rank} saves with another planner. Pass a LayoutAwareSavePlanner on "
                     "every rank."
                 )
