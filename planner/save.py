@@ -302,7 +302,8 @@ class LayoutAwareSavePlanner(SavePlanner):
                 return plans, Metadata({})
             settled = agreement.settled
             metadata = checkpoint_metadata(agreement.stages, settled.entries)
-            if settled.aliases:
+            # Where dcp.save is not to be seen, its writer was not checked before it wrote.
+            if settled.aliases or (self._writer is None and calling_save() is None):
                 metadata = with_aliases(metadata, settled.aliases)
             return plans, metadata
 

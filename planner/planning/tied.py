@@ -23,6 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from shardplan.layouts import CheckpointError
+
 from ..compat import ShardedTensor, local_tensor
 from ..state.storable import PLAIN
 
@@ -76,6 +78,7 @@ class AliasedMetadata(Metadata):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "storage_data" and value is not None:
+            _check_places(value)
             value = {**value, **dict(_aliases(value, self._names))}
             self.__class__ = Metadata  # type: ignore[assignment]
         object.__setattr__(self, name, value)
@@ -85,7 +88,7 @@ class AliasedMetadata(Metadata):
 
 
 def with_aliases(metadata: Metadata, aliases: Mapping[str, str]) -> Metadata:
-    """Returns metadata in which some keys are other names of stored ones.
+    """Returns metadata in which some keys are other names of stored ones, and no chunk is lost.
 
     Args:
         metadata: DCP's metadata.
@@ -100,6 +103,22 @@ def with_aliases(metadata: Metadata, aliases: Mapping[str, str]) -> Metadata:
     made: Metadata = object.__new__(kind)
     made.__dict__.update(vars(metadata))
     return made
+
+
+def _check_places(places: Mapping[Any, Any]) -> None:
+    """Refuses two chunks of one key at one place: a writer kept the last of them only."""
+    known: dict[tuple[str, str, int], Any] = {}
+    for index, place in places.items():
+        if getattr(place, "length", 0):
+            ident = (index.fqn, str(place.relative_path), int(place.offset))
+            other = known.setdefault(ident, index)
+            if other is not index:
+                raise CheckpointError(
+                    f"{index.fqn}: the storage writer put its chunks at {tuple(other.offset)} and "
+                    f"{tuple(index.offset)} at one place of {place.relative_path}, so one of them is "
+                    "lost, and the checkpoint was not completed. Use torch's FileSystemWriter in its "
+                    "torch_save format, or SafetensorsWriter of shardplan.planner."
+                )
 
 
 def _plain(fields: Mapping[str, Any]) -> Metadata:

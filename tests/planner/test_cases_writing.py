@@ -96,6 +96,14 @@ def test_they_are_refused_by_whoever_drives_the_planner(tmp_path, writer):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_chunks_that_a_writer_wrote_over_each_other_complete_nothing(tmp_path):
+    """torch's own writer in safetensors format can't be told from others but by what it did."""
+    with pytest.raises(CheckpointError, match=r"^w: .* chunks at \(0, 0\) and \(4, 0\) at one"):
+        memory.world.save(tmp_path, *shuffled(), WRITERS["safetensors"])
+    assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("writer", ["hugging face", "hugging face, consolidated"])
 def test_writers_that_keep_one_chunk_of_a_key_save_one_chunk(tmp_path, writer):
     dcp.save(
