@@ -16,7 +16,7 @@ from shardplan.planner.storage.places.files import LocalFiles, files_at
 from shardplan.planner.storage.writing.identity import Identity
 from shardplan.planner.storage.writing.session import Session
 
-EACH = 36  # trials of each of 28 cases: 1,008
+EACH = 36  # trials of each of 32 cases: 1,152
 TIMEOUT = 5.0
 
 
