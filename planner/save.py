@@ -5,12 +5,14 @@
 | `LayoutAwareSavePlanner` | the planner for `dcp.save` and `dcp.async_save` |
 """
 
+import copy
 import dataclasses
 import io
+import math
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +30,10 @@ from shardplan.layouts import (
 
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_aliases
 from .loading.reading import UNPADDED
-from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadata
-from .planning.optimizer import Named, by_name, lists_members, optimizer_names
+from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadata, value_names
+from .planning.optimizer import Named, by_name, group_members, lists_members, optimizer_names
 from .planning.ownership import Ownership
-from .planning.table import build_table
+from .planning.table import LayoutTable, build_table
 from .planning.tied import AliasedMetadata
 from .saving.agreement import compare, first_difference
 from .saving.messages import PlanMessage, PlanReply, WriterMeta
@@ -223,13 +225,18 @@ class LayoutAwareSavePlanner(SavePlanner):
         for number, path in enumerate(snapshot.paths):
             if lists_members(path):
                 snapshot.pin(number, raw[number])
-        self._named = by_name(snapshot.paths, raw, self._table, self._ids)
+        table = self._table
+        apart = _leaves_out(table, snapshot.paths, raw, self._ids)
+        if apart:
+            table = copy.copy(table)
+            table.names_differ = True
+        self._named = by_name(snapshot.paths, raw, table, self._ids)
         values: list[tuple[Path, Any]]
         if self._named is None:
             values = list(zip(snapshot.paths, raw, strict=True))
         else:
             values = [(named.path, _value(raw, named)) for named in self._named]
-        self._plan = write_plan(self._table, values, ranks)
+        self._plan = write_plan(self._table, values, ranks, apart)
         self._snapshot = snapshot
         return raw
 
@@ -458,9 +465,33 @@ def checkpoint_metadata(
     return Metadata(stored, planner_data=paths)
 
 
+def _leaves_out(
+    table: LayoutTable, paths: Sequence[Path], values: Sequence[Any], ids: Mapping[int, str]
+) -> bool:
+    """Whether an optimizer's groups list no parameter of which this rank stores nothing.
+
+    Other ranks then list others, so the options go by name; where a rank lists all, its lists serve.
+    """
+    if table.names_differ:
+        return False
+    groups = group_members(paths, values, table, ids)
+    listed = {n for section in groups.values() for group in section for f in group for n in f[0]}
+    if not groups:
+        return False
+    empty = [
+        name
+        for chunk in table.chunks
+        for layout in chunk.layouts.values()
+        if math.prod(layout.local_shape) and not layout.storage.numel(chunk.grids.of(layout.family))
+        for name in value_names(layout, chunk.grids.of(layout.family))
+    ]
+    return bool(empty) and listed.isdisjoint(empty)
+
+
 def _is_of_huggingface(storage_data: Any) -> bool:
     """Whether torch's Hugging Face writers sent a plan back: their files are dictionaries by fqn."""
-    return isinstance(storage_data, dict) and "fqn_to_index_mapping" in storage_data
+    marks = {"fqn_to_index_mapping", "shard_index"}
+    return isinstance(storage_data, dict) and not marks.isdisjoint(storage_data)
 
 
 def _check_one_chunk_per_key(name: str, items: Iterable[WriteItem]) -> None:

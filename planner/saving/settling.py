@@ -110,6 +110,8 @@ def _extras(
             writers[key] = min(writers.get(key, best), best)
             for rank in leading.intersection(ranks):
                 settled.skip.setdefault(rank, set()).add(key)
+    for key in _said_by_lists(messages, known):
+        del writers[key]
     written: dict[int, list[Extra]] = {}
     for key, (follows, rank) in writers.items():
         extra = known[key][0]
@@ -128,6 +130,39 @@ def _extras(
             extras.append(own[extra.key] if extra.writer is None else extra)
         joined.append(replace(manifest, extras=tuple(sorted(extras, key=lambda e: e.key))))
     return joined
+
+
+def _said_by_lists(
+    messages: Sequence[PlanMessage], known: Mapping[str, tuple[Extra, int]]
+) -> list[str]:
+    """Returns the keys of options by parameter name that a list of groups says already.
+
+    Ranks whose optimizers leave out what they store nothing of save options by name; lists of ranks
+    that leave out nothing have them all.
+    """
+    lists: dict[Path, dict[Path, set[str]]] = {}
+    named: list[tuple[Path, Path, str]] = []
+    for key, (extra, _) in known.items():
+        path = extra.path
+        at = path.index("param_groups") if "param_groups" in path else len(path)
+        if len(path) > at + 2:
+            section, option = path[:at], path[at + 2 :]
+            if isinstance(path[at + 1], int):
+                lists.setdefault(section, {}).setdefault(option, set()).add(extra.digest)
+            else:
+                named.append((section, option, key))
+    found = []
+    for section, option, key in named:
+        if section not in lists:
+            continue
+        extra, rank = known[key]
+        if extra.digest not in lists[section].get(option, ()):
+            raise RanksDisagreeError(
+                f"{key}: rank {global_rank(messages, rank)} has another value than any group in the "
+                "lists of other ranks. Build every rank's optimizer with the same groups."
+            )
+        found.append(key)
+    return found
 
 
 def _differ(

@@ -183,12 +183,13 @@ class WritePlan:
 def _bytes_of(tensors: list[Any]) -> bytes:
     """Returns the bytes of tensors of one dtype and shape, with one copy for each device."""
     devices: dict[torch.device, list[int]] = {}
-    shards = [local_tensor(tensor).detach() for tensor in tensors]
+    shards = list(map(local_tensor, tensors))
     for number, shard in enumerate(shards):
         devices.setdefault(shard.device, []).append(number)
     found = [b""] * len(shards)
     for numbers in devices.values():
-        together = torch.stack([shards[n] for n in numbers]).cpu().reshape(-1)
+        with torch.no_grad():
+            together = torch.stack([shards[n] for n in numbers]).cpu().reshape(-1)
         raw = together.view(torch.uint8).numpy().tobytes()
         if len(devices) == 1:
             return raw
@@ -243,6 +244,7 @@ def write_plan(
     table: LayoutTable,
     values: Sequence[tuple[Path, Any]],
     ranks: tuple[int, ...] | None = None,
+    options_apart: bool = False,
 ) -> WritePlan:
     """Returns what a rank writes of its values.
 
@@ -250,6 +252,8 @@ def write_plan(
         table: The model's layouts.
         values: Paths and values of the state dict.
         ranks: Global ranks that save; None for all.
+        options_apart: Whether optimizer options by parameter name are keys that other ranks may
+            lack, though they store some of the parameter.
 
     Raises:
         LayoutError: If a tensor does not fit its parameter's layout.
@@ -258,6 +262,8 @@ def write_plan(
     holdings = sort_values(table, values)
     if any(chunk.layouts for chunk in table.chunks):
         holdings.extras = [e for e in holdings.extras if not _lacks_state(e[1], values[e[0]][1])]
+    if options_apart:
+        _set_apart(holdings)
     holdings.chunks = restrict(holdings.chunks, ranks)
     grids = holdings.chunks[0].grids
     plan = WritePlan(chunks=holdings.chunks, ranks=ranks, extras=holdings.extras)
@@ -346,6 +352,20 @@ def write_plan(
         _add_described(plan, number, path, values[number][1])
     _find_ties(plan, holdings, values)
     return plan
+
+
+def _set_apart(holdings: Holdings) -> None:
+    """Makes extras of optimizer options by parameter name."""
+    held = []
+    for holding in holdings.held:
+        kind, layout = holding.kind, holding.layout
+        if kind.role == SHARD or "param_groups" not in kind.place.before:
+            held.append(holding)
+            continue
+        grid = holdings.chunks[kind.chunk].grids.of(layout.family)
+        names = value_names(layout, grid)
+        holdings.extras += [(holding.number, kind.place.path(name)) for name in names]
+    holdings.held = held
 
 
 def _lacks_state(path: Path, value: Any) -> bool:

@@ -8,9 +8,14 @@
 
 import contextlib
 import copy
+import gc
 import mmap
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +28,8 @@ from shardplan.layouts import CheckpointError
 from ..compat import ShardedTensor, local_tensor, with_local
 
 _ALIGNMENT = 64
+_GRACE = 0.5  # seconds in which a thread lets go of what it saved
+_PAUSE = 0.005
 _PLAIN = (torch.Tensor, Parameter, Buffer)
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -87,7 +94,10 @@ class PinnedStager(AsyncStager):
     returns when they are done, and training may go on. Host memory of the size of the rank's own
     shards is held until `close`.
 
-    Wait for the future of an `async_save` before the next one: it stages into the same memory.
+    One save at a time: the next one is staged into the same memory, so `stage` waits until the last
+    one is over. Wait for the future of an `async_save` before the next one. Where something else
+    than a save still holds what was staged last, such as the error of a save that failed, it keeps
+    its memory and the next save gets new memory.
 
     Args:
         shared: Whether the save runs in a process of its own
@@ -100,6 +110,7 @@ class PinnedStager(AsyncStager):
         self._shared = shared
         self._memory: HostMemory | None = None
         self._streams: dict[torch.device, Any] = {}
+        self._staged: list[weakref.ref[torch.Tensor]] = []
         self._lock = threading.Lock()
 
     @property
@@ -119,10 +130,13 @@ class PinnedStager(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns a copy of a state dict in host memory.
 
+        Waits for a save in another thread that still uses what was staged before.
+
         Raises:
             CheckpointError: If it holds a tensor that has no one local part.
         """
         with self._lock:
+            self._wait()
             tensors = _tensors(state_dict)
             spans, total = _spans(tensors)
             memory = self._hold(total)
@@ -133,9 +147,26 @@ class PinnedStager(AsyncStager):
                 id(tensor): _rebuilt(tensor, spans[id(tensor)], memory.tensor) for tensor in tensors
             }
             copied: dict[str, Any] = _rewritten(state_dict, staged)
+            self._staged = list(map(weakref.ref, staged.values()))
             for stream in streams.values():
                 stream.synchronize()
             return copied
+
+    def _wait(self) -> None:
+        """Waits for the save that uses the memory, and leaves the memory to whoever else does."""
+        checked = time.monotonic()
+        while self._in_use():
+            if _saves_elsewhere():
+                checked = time.monotonic()
+            elif time.monotonic() > checked + _GRACE:
+                gc.collect()  # an error that was caught may hold tensors in a cycle
+                if self._in_use():
+                    self.close()
+            time.sleep(_PAUSE)
+
+    def _in_use(self) -> bool:
+        self._staged = [reference for reference in self._staged if reference() is not None]
+        return bool(self._staged)
 
     def _hold(self, nbytes: int) -> HostMemory:
         """Returns host memory of at least so many bytes."""
@@ -166,10 +197,24 @@ class PinnedStager(AsyncStager):
         """Has nothing to do: `stage` returns when the copies are done."""
 
     def close(self) -> None:
-        """Gives the host memory back."""
+        """Gives the host memory back, as soon as nothing holds what was staged in it."""
+        self._staged = []
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+
+def _saves_elsewhere() -> bool:
+    """Whether another thread runs code that saves."""
+    own = threading.get_ident()
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top if thread != own else None
+        while frame is not None:
+            name = str(frame.f_globals.get("__name__", ""))
+            if name.startswith(("torch.distributed.checkpoint.", f"{__package__}.")):
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

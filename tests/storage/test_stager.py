@@ -86,6 +86,7 @@ def test_memory_is_made_once():
         staged = stager.stage({"w": torch.full((100,), float(value))})
         assert torch.equal(torch.full((100,), float(value)), staged["w"])
         places.add(staged["w"].data_ptr())
+        del staged
     assert 1 == len(places) and 448 == stager.nbytes
     stager.close()
     assert 0 == stager.nbytes
