@@ -60,7 +60,7 @@ def compare(messages: Sequence[PlanMessage]) -> Agreement:
             that it stores a part of, or two hold different values under one key.
         CheckpointError: If the boxes of a tensor do not cover it.
     """
-    _check_places(messages)
+    _check_places(messages, range(1))
     leaders: dict[int, int] = {}
     for rank, message in enumerate(messages):
         if message.manifest is not None:
@@ -72,6 +72,14 @@ def compare(messages: Sequence[PlanMessage]) -> Agreement:
     ]
     if differing:
         return _disagreement(messages, leaders, differing)
+    for rank, message in enumerate(messages):
+        if len(message.grids) != len(messages[0].grids):
+            raise RanksDisagreeError(
+                f"rank {global_rank(messages, rank)} plans for {len(message.grids)} chunks of the "
+                f"model and rank {global_rank(messages, 0)} for {len(messages[0].grids)}. Build "
+                "every planner with the same model."
+            )
+    _check_places(messages, range(1, len(messages[0].grids)))
     stages = []
     for stage, leader in sorted(leaders.items()):
         ranks = [r for r, m in enumerate(messages) if m.grids[0].stage == stage]
@@ -93,8 +101,8 @@ def compare(messages: Sequence[PlanMessage]) -> Agreement:
     return Agreement(stages, replies, settled)
 
 
-def _check_places(messages: Sequence[PlanMessage]) -> None:
-    """Checks that the ranks' coordinates are each point of the grid once."""
+def _check_places(messages: Sequence[PlanMessage], chunks: Sequence[int]) -> None:
+    """Checks that the ranks' coordinates are each point of the grids of some chunks once."""
     faults: list[str] = []
     for rank, message in enumerate(messages):
         if message.ranks != messages[0].ranks:
@@ -103,16 +111,11 @@ def _check_places(messages: Sequence[PlanMessage]) -> None:
                 f"0 of one by {messages[0].ranks or 'all'}. Pass every planner the process_group "
                 "that dcp.save is called with."
             )
-    for chunk in range(len(messages[0].grids)):
+    for chunk in chunks:
         for family in ("dense", "expert"):
             seen: dict[tuple[int, ...], int] = {}
             first = messages[0].grids[chunk].of(family)
             for rank, message in enumerate(messages):
-                if len(message.grids) != len(messages[0].grids):
-                    raise RanksDisagreeError(
-                        f"rank {rank} plans for {len(message.grids)} chunks of the model and rank "
-                        f"0 for {len(messages[0].grids)}. Build every planner with the same model."
-                    )
                 grid = message.grids[chunk].of(family)
                 if (grid.axes, grid.sizes) != (first.axes, first.sizes):
                     faults.append(
@@ -386,6 +389,14 @@ def _form(kind: Kind) -> str:
 def first_difference(mine: StageManifest, other: StageManifest) -> str:
     """Returns a sentence on the first thing in which two manifests of a stage differ."""
     for chunk, theirs in zip(mine.chunks, other.chunks, strict=False):
+        for a, b, here in (
+            (chunk.layouts, theirs.layouts, "only this rank has it"),
+            (theirs.layouts, chunk.layouts, "this rank lacks it"),
+        ):
+            if a.keys() > b.keys():
+                fqn = min(a.keys() - b.keys())
+                counts = f"{len(chunk.layouts)} parameters here and {len(theirs.layouts)} there"
+                return f"{fqn}: {here} ({counts})"
         for own, their in zip(chunk.layouts.values(), theirs.layouts.values(), strict=False):
             if own.fqn != their.fqn:
                 return f"{own.fqn}: the other rank has {their.fqn} in its place"
@@ -412,8 +423,10 @@ def first_difference(mine: StageManifest, other: StageManifest) -> str:
             )
         if own_extras[key] != their_extras[key]:
             return f"{key}: the two ranks hold different values, and no layout explains it"
-    if len(mine.chunks) != len(other.chunks):
-        return f"{len(mine.chunks)} chunks of the model here and {len(other.chunks)} there"
+    a, b = mine.chunks[len(other.chunks) :], other.chunks[len(mine.chunks) :]
+    if a or b:
+        fqn = min(f for chunk in (*a, *b) for f in chunk.layouts)
+        return f"{fqn}: {'only this rank has it' if a else 'this rank lacks it'}"
     return "their order of parameters or values differs"
 
 

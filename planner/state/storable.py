@@ -14,7 +14,7 @@ shapes (nested) would come back as something else, so it is refused with what to
 import torch
 from torch.nn import Buffer, Parameter
 
-from shardplan.layouts import LayoutError
+from shardplan.layouts import UnstorableValueError
 
 from ..compat import is_traceable_wrapper_subclass, local_tensor
 from .entries import Path, key_of
@@ -36,7 +36,7 @@ def check_storable(path: Path, tensor: torch.Tensor) -> None:
     """Checks that a tensor's elements can be stored and filled.
 
     Raises:
-        LayoutError: If they can't; the message names the key, the kind of tensor and what to
+        UnstorableValueError: If they can't; the message names the key, the kind of tensor and what to
             store instead.
     """
     local = local_tensor(tensor)
@@ -50,7 +50,7 @@ def check_storable(path: Path, tensor: torch.Tensor) -> None:
         return
     fault = storage_fault(local)
     if fault is not None:
-        raise LayoutError(f"{key_of(path)}: {fault}.")
+        raise UnstorableValueError(f"{key_of(path)}: {fault}.")
 
 
 def storage_fault(local: torch.Tensor) -> str | None:

@@ -24,6 +24,7 @@ from shardplan.planner import (
     LayoutAwareLoadPlanner,
     LayoutAwareSavePlanner,
     LayoutError,
+    UnstorableValueError,
 )
 
 Save, Load = LayoutAwareSavePlanner, LayoutAwareLoadPlanner
@@ -329,7 +330,7 @@ def test_unstorable_tensor_in_an_unchanged_form(spoil):
     """Refused by name on the first save; so on the second, before a byte is written."""
     planner = Save({"w": (3,)})
     memory.save([{"model": {"w": torch.ones(3)}}], [planner])
-    with pytest.raises(LayoutError, match=r"model\.w"):
+    with pytest.raises(UnstorableValueError, match=r"model\.w"):
         memory.save([{"model": {"w": spoil(torch.ones(3))}}], [planner])
 
 
