@@ -38,6 +38,7 @@ from .reading.segments import Allowance, Verify, segments_of
 from .reading.shared import SharedRead
 from .reading.stats import Stats
 from .reading.wanted import Part, Want
+from .unfinished import unfinished
 
 
 class _Refused(Mapping[str, Any]):
@@ -159,9 +160,10 @@ class SafetensorsReader(StorageReader):
         commit = read_commit(files)
         check_alone(files, commit)
         if commit is None:
+            left = "".join(f" {text}." for text in unfinished(files))
             raise IncompleteCheckpointError(
-                f"{files.root}: no complete checkpoint: there is no {CHECKPOINT}. A save that did "
-                "not end well leaves none; a stock DCP checkpoint (with a .metadata) is loaded "
+                f"{files.root}: no complete checkpoint: there is no {CHECKPOINT}.{left} A save that "
+                "did not end well leaves none; a stock DCP checkpoint (with a .metadata) is loaded "
                 "with checkpoint_id= and without storage_reader=."
             )
         self.stats = Stats(manifest=commit.nbytes)

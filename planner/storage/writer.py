@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardplan.layouts import CheckpointError, CheckpointExistsError, Grids
+from shardplan.layouts import CheckpointError, CheckpointExistsError, Grids, RanksDisagreeError
 
+from ..saving.agreement import first_difference
 from ..saving.messages import PlanMessage, WriterMeta
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
@@ -26,7 +27,7 @@ from .folder import look
 from .format.messages import decode_message, encode_message
 from .places.files import Files, files_at
 from .writing.identity import Identity, identify
-from .writing.join import join
+from .writing.join import PlansDiffer, join
 from .writing.rankfile import Writer, check_keys, write_rank_file
 from .writing.session import Session
 
@@ -303,7 +304,7 @@ class SafetensorsWriter(StorageWriter):
             elif session.leads:
                 self._lead(session)
             else:
-                session.follow(self._write_late)
+                session.follow(self._answer)
         except BaseException as error:
             if (reason := self._failed(error)) is not error:
                 raise reason from error
@@ -315,12 +316,33 @@ class SafetensorsWriter(StorageWriter):
 
     def _lead(self, session: Session) -> None:
         where = f"{session.files.root}/{session.save}"
-        reports = session.gather()
-        joined = join(session.save, [decode_message(where, r) for r in reports], together=False)
-        if joined.late:
-            self._write_late(joined.late.get(session.place, ()))
-            session.ask_late(joined.late)
+        messages = [decode_message(where, report) for report in session.gather()]
+        try:
+            joined = join(session.save, messages, together=False)
+        except PlansDiffer as fault:
+            (answer,) = session.ask({fault.place: {"manifest": True}})
+            theirs = decode_message(where, answer)[0].manifest
+            assert theirs is not None and fault.other is not None  # asked for
+            raise RanksDisagreeError(
+                f"{first_difference(theirs, fault.other)} (here on rank "
+                f"{messages[fault.place][1]}). Of all ranks: {fault}"
+            ) from None
+        requests = {place: {"keys": keys} for place, keys in joined.late.items()}
+        own = requests.pop(session.place, None)
+        if own is not None:
+            self._answer(own)
+        if requests:
+            session.ask(requests)
         session.publish(joined.commit, self._sync)
+
+    def _answer(self, request: Any) -> bytes:
+        """Does what the leader asks of this rank when it has compared all reports."""
+        if "keys" in request:
+            self._write_late(request["keys"])
+            return b""
+        message, planner = self._message, self._planner
+        assert message is not None and planner is not None  # write_data came before
+        return encode_message(dataclasses.replace(message, manifest=planner.manifest), self._rank)
 
 
 def _is_refused(plan: SavePlan) -> bool:

@@ -25,8 +25,8 @@ def seed_of(states):
         ({"tp": 2}, 0, (0, 0), {"rng", "rng_per_rank"}),
         ({"tp": 2}, 1, (0, 1), {"rng", "rng_per_rank"}),
         ({"pp": 2}, 1, (1, 0), {"rng", "rng_per_rank"}),
-        ({"ep": 2}, 0, (0, 0), {"rng", "rng_per_rank"}),
-        ({"ep": 2}, 1, (0, 0), {"rng_per_rank"}),
+        ({"dp_shard": 2, "ep": 2}, 0, (0, 0), {"rng", "rng_per_rank"}),
+        ({"dp_shard": 2, "ep": 2}, 1, (0, 0), {"rng_per_rank"}),
         ({"dp_shard": 2, "tp": 2}, 3, (0, 1), {"rng_per_rank"}),
         ({"dp_replicate": 2}, 1, (0, 1), {"rng", "rng_per_rank"}),  # this grid knows no tp
     ],

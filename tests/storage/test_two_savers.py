@@ -142,3 +142,72 @@ def test_no_interleaving_loses_or_mixes(request, place, overwrite, older, hazard
     if not older or overwrite:
         assert winners  # else nothing was tried
     assert len(CASES) * 4 * EACH >= 1_000
+
+
+def save_with_ranks(files, clock, save, rank, ranks, overwrite, draw):
+    """What one of several ranks does, from its first look to the end."""
+    session = Session(files, Identity(save, "launch"), rank, ranks, TIMEOUT, overwrite, clock=clock)
+    try:
+        session.begin(alive=False)
+        for _ in range(draw.randrange(3)):
+            clock.sleep(1.0)
+            with contextlib.suppress(OSError):
+                session.beat()
+        files.put(data_name(save, rank, ranks), f"{save} {rank}".encode())
+        session.ready(b"planned")
+        if rank:
+            session.follow(lambda request: b"")
+        else:
+            session.gather()
+            session.publish(commit_of(save), sync=False)
+    except Killed:
+        session._over.set()
+        raise
+    except (CheckpointError, OSError) as error:
+        error = session.explained(error)
+        session.fail(error)
+        raise error from None
+
+
+RANKS = 2
+
+
+@pytest.mark.parametrize(("hazard", "place"), CASES)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["keep", "overwrite"])
+def test_ranks_of_two_saves_never_mix(request, place, overwrite, hazard):
+    make = request.getfixturevalue(place)
+    whole = 0
+    for seed in range(EACH // 2):
+        files, schedule, told = make(), Schedule(seed), {}
+        clock = SimulatedClock(schedule)
+
+        def work(save, rank, files=files, schedule=schedule, clock=clock, told=told):
+            def run():
+                told[save, rank] = "killed"
+                own = Interleaved(files, schedule, **HAZARDS[hazard][0])
+                try:
+                    save_with_ranks(own, clock, save, rank, RANKS, overwrite, schedule.draw)
+                    told[save, rank] = "saved"
+                except (CheckpointError, OSError) as error:
+                    told[save, rank] = error
+
+            return run
+
+        saves = [f"{seed:08x}{number + 1:08x}" for number in range(2)]
+        for save in saves:
+            for rank in range(RANKS):
+                schedule.start(f"{save} {rank}", work(save, rank))
+        schedule.run(most=100_000)
+        commit = read_commit(files)
+        saved = {save for (save, _), answer in told.items() if answer == "saved"}
+        if commit is None:
+            assert not saved
+            continue
+        whole += 1
+        for rank in range(RANKS):
+            assert (
+                files.read(data_name(commit.save, rank, RANKS)) == f"{commit.save} {rank}".encode()
+            )
+        assert overwrite or saved <= {commit.save}
+        assert not saved or commit.save in saved or told[commit.save, 0] == "killed"
+    assert whole

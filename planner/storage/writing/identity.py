@@ -92,10 +92,10 @@ def identify(
             "for each save and the same on its ranks."
         )
     token = store.compare_set("shardplan/launch", "", secrets.token_hex(16)).decode()
-    place = _digest(root, repr(members))
-    counter = f"shardplan/saves/{place}/{dist.get_rank()}"
+    folder = _digest(root, repr(members))
+    counter = f"shardplan/saves/{folder}/{dist.get_rank()}"
     count = store.add(counter, 1)
-    return Identity(_digest(token, place, str(count)), token, count, counter)
+    return Identity(_digest(token, folder, str(count)), token, count, counter)
 
 
 def _digest(*texts: str) -> str:

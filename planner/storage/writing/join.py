@@ -30,6 +30,23 @@ class Joined:
     late: dict[int, list[str]]
 
 
+class PlansDiffer(RanksDisagreeError):
+    """Ranks of one pipeline stage have other layouts.
+
+    Attributes:
+        place: Place of the first rank that differs.
+        other: The manifest of its stage's first rank.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement.fault)
+        self.place, self.other = next(
+            (place, reply.other)
+            for place, reply in enumerate(agreement.replies)
+            if reply.other is not None
+        )
+
+
 def join(save: str, messages: Sequence[tuple[PlanMessage, int]], together: bool) -> Joined:
     """Returns what a save comes to, once its ranks turn out to have planned one checkpoint.
 
@@ -47,7 +64,7 @@ def join(save: str, messages: Sequence[tuple[PlanMessage, int]], together: bool)
     with without_gc():
         agreement = compare(plans)
         if agreement.fault:
-            raise RanksDisagreeError(agreement.fault)
+            raise PlansDiffer(agreement)
         extras = _extras(agreement, plans)
         stages = [replace(stage, extras=()) for stage in agreement.stages]
         stages[0] = replace(stages[0], extras=extras)

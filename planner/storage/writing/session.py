@@ -5,8 +5,8 @@
 | `<save>/<place>.beat` | every rank, first once and then again and again | this place is taken; this rank is alive |
 | `<save>/<place>.ready` | every rank | its data file is complete, and what it planned |
 | `<save>/<place>.failed` | a rank that failed | its error |
-| `<save>/late.json` | the leader, seldom | which ranks write more, that only they hold |
-| `<save>/<place>.late` | such a rank | it has |
+| `<save>/ask.json` | the leader, seldom | what it asks of which rank, when it has compared all reports |
+| `<save>/<place>.answer` | such a rank | its answer |
 
 The leader (place 0) claims the folder, waits for all ranks, compares what they planned, and publishes;
 see `claim`. A rank that fails leaves its error and waits for nobody.
@@ -31,7 +31,7 @@ from .identity import Identity
 from .process import this_process
 from .watch import WALL, Clock, Watch
 
-_LATE = "late.json"
+_ASK = "ask.json"
 
 
 class Session:
@@ -267,14 +267,14 @@ class Session:
         raw = self.files.read(f"{self.save}/{name}") or b"{}"
         return f"rank {int(name[:-7])} failed with {parse(name, raw).get('error')}"
 
-    def ask_late(self, keys: Mapping[int, list[str]]) -> None:
-        """Asks ranks to write what only they hold, and waits until they have; called by the leader.
+    def ask(self, requests: Mapping[int, Any]) -> list[bytes]:
+        """Asks ranks for something more, and returns their answers; called by the leader, once.
 
         Args:
-            keys: The keys that the rank at each place shall write.
+            requests: What is asked of the rank at each place, as plain data.
         """
-        self.files.put(f"{self.save}/{_LATE}", json.dumps(keys).encode())
-        self._collect("late", sorted(place for place in keys if place != self.place))
+        self.files.put(f"{self.save}/{_ASK}", json.dumps(requests).encode())
+        return self._collect("answer", sorted(requests))
 
     def publish(self, commit: Commit, sync: bool) -> None:
         """Makes the save the checkpoint, and deletes the one before; called by the leader.
@@ -293,11 +293,11 @@ class Session:
                     self.files.delete(f"{self.save}/{name}")
             claims.clear(self.files, self._claim, self._replaced)
 
-    def follow(self, write_late: Callable[[list[str]], None]) -> None:
+    def follow(self, answer: Callable[[Any], bytes]) -> None:
         """Waits until the save is complete; called on all ranks but the leader.
 
         Args:
-            write_late: Writes what only this rank holds of some keys; called at most once.
+            answer: Does what the leader asks of this rank, and returns the answer.
 
         Raises:
             CheckpointError: If the save failed, or the leader gave no sign of life.
@@ -310,13 +310,12 @@ class Session:
                 break
             if self._leader_error() is not None:
                 raise self._given_up()
-            raw = None if asked else self.files.read(f"{self.save}/{_LATE}")
+            raw = None if asked else self.files.read(f"{self.save}/{_ASK}")
             if raw is not None:
                 asked = True
-                keys = parse(_LATE, raw).get(str(self.place))
-                if keys:
-                    write_late(keys)
-                    self.files.put(f"{self.save}/{self.place:05d}.late", b"{}")
+                request = parse(_ASK, raw).get(str(self.place))
+                if request is not None:
+                    self.files.put(f"{self.save}/{self.place:05d}.answer", answer(request))
             beat = self.files.read(beat_name(self.save, 0))
             if not watch.pause((own is None, beat, asked)):
                 if claims.is_published(self.files, self.save):
