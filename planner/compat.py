@@ -150,3 +150,8 @@ def untyped_tensor() -> tuple[Any, Any]:
 def rebuild_tensor() -> Any:
     """Returns the function that a pickled tensor of any dtype names; `torch.load` allows it."""
     return torch._utils._rebuild_tensor_v3
+
+
+def default_store() -> Any:
+    """Returns the key-value store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -32,6 +32,7 @@ from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_alia
 from .loading.reading import UNPADDED
 from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadata, value_names
 from .planning.optimizer import Named, by_name, group_members, lists_members, optimizer_names
+from .planning.ownership import Ownership
 from .planning.table import LayoutTable, build_table
 from .planning.tied import with_aliases
 from .saving.agreement import compare, first_difference
@@ -41,7 +42,7 @@ from .saving.subgroup import ranks_of, restrict_grids
 from .saving.turn import Turn
 from .saving.writing import Source, WritePlan, write_plan
 from .state.described import part_of
-from .state.entries import Path, key_of, stock_path
+from .state.entries import Path, stock_path
 from .state.per_rank import PerRank
 from .state.snapshot import Snapshot
 from .state.storable import check_storable
@@ -199,13 +200,6 @@ class LayoutAwareSavePlanner(SavePlanner):
                 self._check_call(call, plan)
             self._values = raw if self._named is None else [_value(raw, n) for n in self._named]
             self._manifest = manifest = plan.manifest(self._values)
-            if self._writer is not None and plan.described:
-                raise CheckpointError(
-                    f"{key_of(plan.described[0][1])}: it describes this rank's boxes only, and "
-                    "nobody learns the others' from a writer that stores layouts "
-                    f"({manifest.chunks[0].grids.facts()}). Save with collectives and torch's "
-                    "FileSystemWriter, or pass the provider that knows how it is cut."
-                )
             told = plan.told(self._values, manifest)
             message = PlanMessage(
                 tuple(chunk.grids for chunk in plan.chunks),
@@ -428,7 +422,10 @@ Origins = dict[str, tuple[int, Laid | Extra]]
 
 
 def checkpoint_metadata(
-    stages: Iterable[StageManifest], told: Iterable[Entry] = (), origins: Origins | None = None
+    stages: Iterable[StageManifest],
+    told: Iterable[Entry] = (),
+    origins: Origins | None = None,
+    rules: Ownership | None = None,
 ) -> Metadata:
     """Returns DCP's metadata of a checkpoint from the manifests of its pipeline stages.
 
@@ -436,6 +433,7 @@ def checkpoint_metadata(
         stages: The manifests.
         told: What no manifest has: key, path, stored form and origin.
         origins: Takes the pipeline stage of each key, and what it stands for there.
+        rules: The numbers of ownership of the save; of this version if not given.
 
     Raises:
         CheckpointError: If two values have one key, or a tensor is not covered exactly once.
@@ -445,7 +443,7 @@ def checkpoint_metadata(
     unpadded: list[str] = []
     origins = {} if origins is None else origins
     for number, stage in enumerate(stages):
-        for key, path, entry, origin in stage_metadata(stage):
+        for key, path, entry, origin in stage_metadata(stage, rules):
             if key in stored:
                 where, other = origins[key]
                 raise CheckpointError(

@@ -12,20 +12,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError, Grid, Layout
+from shardplan.layouts import CheckpointError, Grid, IncompleteCheckpointError, Layout
 from shardplan.layouts.slab import Shape
 
-from ..planning.manifest import Extra, StageManifest
+from ..planning.manifest import Extra
 from ..save import Origins, checkpoint_metadata
 from ..state.entries import Index
 from ..state.values import to_bytes
+from ..storage.folder import check_alone
 from ..storage.format.commit import CHECKPOINT, data_name, read_commit
 from ..storage.format.plain import from_plain
 from ..storage.format.sums import BLOCK, block_sum, chunk_sum
 from ..storage.places.files import files_at
 from ..storage.reading.datafile import DataFile
 from ..storage.reading.owners import Owners
-from ..storage.reading.parts import read_stages
 from ..storage.reading.stats import Stats
 from ..storage.reading.wanted import Part
 from ..without_gc import without_gc
@@ -34,6 +34,7 @@ from .files import Files
 from .opened import Checkpoint, Fault
 
 _PIECE = 8 * BLOCK
+_Place = tuple[int, bool]  # of a rank, and whether its second file is meant
 
 
 class OwnCheckpoint(Checkpoint):
@@ -51,17 +52,21 @@ class OwnCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         where = files_at(path)
         commit = read_commit(where)
+        check_alone(where, commit)
         if commit is None:
-            raise CheckpointError(f"{path}: no complete checkpoint: there is no {CHECKPOINT}.")
+            raise IncompleteCheckpointError(
+                f"{path}: no complete checkpoint: there is no {CHECKPOINT}."
+            )
         self._where, self._commit = where, commit
         self._origins: Origins = {}
+        self.stages = commit.stages
         with without_gc():
-            self.stages: list[StageManifest]
-            self.stages, self._digests = read_stages(where, commit)
-            metadata = checkpoint_metadata(self.stages, origins=self._origins)
+            metadata = checkpoint_metadata(
+                self.stages, origins=self._origins, rules=commit.ownership
+            )
         super().__init__(path, Files(path), metadata)
-        self._owners = Owners(commit, self.stages)
-        self._data: dict[int, DataFile] = {}
+        self._owners = Owners(commit)
+        self._data: dict[_Place, DataFile] = {}
         self._lock = threading.RLock()
 
     def state_path(self, key: str) -> tuple[Any, ...]:
@@ -89,20 +94,35 @@ class OwnCheckpoint(Checkpoint):
                 return origin.layout, Grid.from_rank(sizes, position)
         return None
 
-    def _file(self, place: int) -> DataFile:
+    def _place(self, key: str, offsets: Shape | None) -> _Place:
+        origin = self._origins[key][1]
+        return self.place(key, offsets), isinstance(origin, Extra) and origin.late
+
+    def _file(self, place: _Place) -> DataFile:
         with self._lock:
             found = self._data.get(place)
             if found is None:
-                found = DataFile(self._where, self._commit, place, Stats())
+                number, late = place
+                found = DataFile(self._where, self._commit, number, Stats(), late=late)
                 self._data[place] = found
             return found
 
-    def _part(self, key: str, chunk: ChunkStorageMetadata) -> tuple[int, Part]:
-        place = self.place(key, tuple(chunk.offsets))
+    def _part(self, key: str, chunk: ChunkStorageMetadata) -> tuple[_Place, Part]:
+        place = self._place(key, tuple(chunk.offsets))
         return place, self._file(place).part(key, chunk, self.dtype(key))[1]
 
-    def _name(self, place: int) -> str:
-        return data_name(self._commit.save, place, self._commit.ranks)
+    def _places(self) -> list[_Place]:
+        """Returns the data files that belong to the checkpoint."""
+        late = {
+            place
+            for extra in self._commit.extras
+            if extra.late and (place := extra.writer) is not None
+        }
+        first = [(place, False) for place in range(self._commit.ranks)]
+        return first + [(place, True) for place in sorted(late)]
+
+    def _name(self, place: _Place) -> str:
+        return data_name(self._commit.save, place[0], self._commit.ranks, place[1])
 
     def chunk_bytes(self, key: str, chunk: ChunkStorageMetadata) -> tuple[str, int, int]:
         place, part = self._part(key, chunk)
@@ -122,13 +142,13 @@ class OwnCheckpoint(Checkpoint):
         return to_bytes(key, self.load_object(key)).getvalue()
 
     def _value(self, key: str) -> Any:
-        values = self._file(self.place(key, None)).values(True)
+        values = self._file(self._place(key, None)).values(True)
         if key not in values:
             raise CheckpointError(f"{key}: not in the file of the rank that should have it.")
         return values[key]
 
     def file_bytes(self) -> dict[str, int]:
-        names = [self._name(place) for place in range(self._commit.ranks)]
+        names = [self._name(place) for place in self._places()]
         return {name: self.files.size(name) or 0 for name in names}
 
     def facts(self) -> dict[str, Any]:
@@ -145,7 +165,7 @@ class OwnCheckpoint(Checkpoint):
         return found
 
     def structure_faults(self) -> Iterator[Fault]:
-        for place in range(self._commit.ranks):
+        for place in self._places():
             name = self._name(place)
             try:
                 facts = self._file(place).header.facts
@@ -153,9 +173,10 @@ class OwnCheckpoint(Checkpoint):
                 yield Fault(name, str(error))
                 continue
             stage = facts.get("stage")
-            known = isinstance(stage, int) and 0 <= stage < len(self._digests)
-            if not known or facts.get("digest") != self._digests[stage]:  # type: ignore[index]
-                rank = self._commit.rank(place)
+            digests = self._commit.digests
+            known = isinstance(stage, int) and 0 <= stage < len(digests)
+            if not known or facts.get("digest") != digests[stage]:  # type: ignore[index]
+                rank = self._commit.rank(place[0])
                 yield Fault(name, f"rank {rank} planned another checkpoint than its stage's first")
 
     def checksum_faults(self, key: str) -> Iterator[Fault]:

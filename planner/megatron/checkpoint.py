@@ -35,6 +35,7 @@ from .copies import EmbeddingCopies
 from .extra import SECTION as EXTRA
 from .extra import extra_states
 from .keys import FsdpDtensorSavePlanner
+from .rng import RngLoad, is_rng_state, saved_forms
 from .shards import ddp_shards
 from .state import (
     chunks_of,
@@ -95,7 +96,7 @@ def save_checkpoint(
         iteration: Number of the iteration.
         args: Megatron's arguments. Its fields of one rank (`rank`, `local_rank`) are left out.
         extra: Further sections of the state dict. A value must be equal on all ranks, or be
-            wrapped as one of each rank (`PerRank`).
+            wrapped as one of each rank (`PerRank`); Megatron-LM's `rng_state` is taken as it is.
         keys: `'fsdp_dtensor'` for the keys that Megatron-LM writes and reads; `'plain'` for names
             without wrappers' tokens. Loading finds either. For Megatron-LM to load a Gated
             DeltaNet, Mamba, or fused latent attention, see `whole_projections`.
@@ -129,7 +130,12 @@ def save_checkpoint(
         table = build_table(model, pg_collection=pg_collection, grid=grid, layouts=providers)
         found = extra_states(chunks_of(model), table.chunks)
         state[EXTRA] = {name: value for name, _, value in found}
-    state.update(extra or {})
+    for name, value in (extra or {}).items():
+        if is_rng_state(value):
+            table = build_table(model, pg_collection=pg_collection, grid=grid, layouts=providers)
+            state.update(saved_forms(name, value, table.grids))
+        else:
+            state[name] = value
     make = FsdpDtensorSavePlanner if keys == "fsdp_dtensor" else LayoutAwareSavePlanner
     planner = make(
         model,
@@ -268,7 +274,14 @@ def load_checkpoint(
         table = build_table(model, pg_collection=pg_collection, grid=grid, layouts=providers)
         with_extra = list(extra_states(chunks_of(model), table.chunks))
         state[EXTRA] = {name: copy.copy(value) for name, _, value in with_extra}
-    state.update({key: copy.copy(value) for key, value in (extra or {}).items()})
+    ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+    random = {
+        name: RngLoad(name, value, stored, ranks)
+        for name, value in (extra or {}).items()
+        if is_rng_state(value)
+    }
+    for name, value in (extra or {}).items():
+        state.update(random[name].sections if name in random else {name: copy.copy(value)})
     planner = LayoutAwareLoadPlanner(
         model,
         pg_collection=pg_collection,
@@ -287,5 +300,8 @@ def load_checkpoint(
         module.set_extra_state(state[EXTRA][name])
     if opt_param_scheduler is not None:
         opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
-    found = {key: state[key] for key in extra or {}}
+    found = {key: state[key] for key in extra or {} if key not in random}
+    for name, rng in random.items():
+        found[name], missing = rng.chosen()
+        planner.report.missing += [missing] if missing else []
     return Loaded(state.get("iteration"), found, planner.report)

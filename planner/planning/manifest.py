@@ -36,12 +36,12 @@ from shardplan.layouts import (
 from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
-from shardplan.layouts.slab import Box, Frame
+from shardplan.layouts.slab import Box, Frame, Shape
 from shardplan.layouts.stages import Stage, Unpad
 from shardplan.layouts.storage import Whole
 
 from ..state.entries import Path, Place, key_of
-from .ownership import parts, take
+from .ownership import Ownership, parts, take
 from .table import Chunk
 
 Stored = TensorStorageMetadata | BytesStorageMetadata
@@ -129,6 +129,8 @@ class Extra:
         dtype: Data type of a tensor, None for a Python value.
         shape: Shape of a tensor.
         writer: Place of the rank that writes it; None if that is the first rank of the stage.
+        late: Whether it is in that rank's second file.
+        boxes: Of a tensor that describes itself: offsets, sizes and writer's place of each chunk.
     """
 
     path: Path
@@ -136,6 +138,8 @@ class Extra:
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     writer: int | None = None
+    late: bool = False
+    boxes: tuple[tuple[Shape, Shape, int], ...] | None = None
 
     @property
     def key(self) -> str:
@@ -196,9 +200,11 @@ class ChunkLists:
 
     Args:
         grid: The grid of the layouts' family; the coordinate does not matter.
+        rules: The numbers of ownership of the save; of this version if not given.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, rules: Ownership | None = None) -> None:
+        self._rules = rules
         self._start = grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
         self._alike: dict[Hashable, Tensors] = {}
         self._known: dict[tuple[int, int], tuple[tuple[Stage, ...], Tensors]] = {}
@@ -235,7 +241,7 @@ class ChunkLists:
                 for frame in evaluate(layout.stages, grid, layout.fqn):
                     boxes = frames.setdefault((frame.suffix, frame.expert), (frame, []))[1]
                     for box in frame.boxes:
-                        cuts = parts(box.sizes, itemsize, replicas)
+                        cuts = parts(box.sizes, itemsize, replicas, self._rules)
                         boxes += [box] if cuts is None else [take(box, cut) for cut in cuts]
         made, faults = [], []
         for frame, boxes in frames.values():
@@ -256,8 +262,14 @@ class ChunkLists:
         return made
 
 
-def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored, Laid | Extra]]:
+def stage_metadata(
+    manifest: StageManifest, rules: Ownership | None = None
+) -> Iterator[tuple[str, Path, Stored, Laid | Extra]]:
     """Yields key, path, stored form and origin of everything that a stage's ranks write.
+
+    Args:
+        manifest: The stage's manifest.
+        rules: The numbers of ownership of the save; of this version if not given.
 
     Raises:
         IncompleteCheckpointError: If the ranks' chunks do not cover a tensor exactly once.
@@ -271,7 +283,7 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
             layout = layouts[index]
             family = (kind.chunk, layout.family)
             if family not in lists:
-                lists[family] = ChunkLists(chunk.grids.of(layout.family))
+                lists[family] = ChunkLists(chunk.grids.of(layout.family), rules)
             if kind.role == SHARD and properties is not None:
                 for frame, size, chunks in lists[family].of(layout, kind.itemsize):
                     name = layout.key(frame)
@@ -287,8 +299,18 @@ def stage_metadata(manifest: StageManifest) -> Iterator[tuple[str, Path, Stored,
                     Laid(kind, layout, name=name),
                 )
     for extra in manifest.extras:
-        found = None if extra.dtype is None else TensorProperties(dtype=extra.dtype)
-        yield extra.key, extra.path, _whole(found, extra.shape), extra
+        yield extra.key, extra.path, stored_extra(extra), extra
+
+
+def stored_extra(extra: Extra) -> Stored:
+    """Returns the stored form of a value that belongs to no parameter."""
+    found = None if extra.dtype is None else TensorProperties(dtype=extra.dtype)
+    if found is None or extra.boxes is None:
+        return _whole(found, extra.shape)
+    chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n, _ in extra.boxes]
+    if not chunks:  # nobody wrote anything of a tensor without elements
+        chunks = [ChunkStorageMetadata(torch.Size([0] * len(extra.shape)), torch.Size(extra.shape))]
+    return TensorStorageMetadata(found, torch.Size(extra.shape), chunks)
 
 
 def value_names(layout: Layout, grid: Grid) -> tuple[str, ...]:

@@ -13,25 +13,56 @@ comes to the same answer alone.
 import heapq
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from shardplan.layouts import ExpertIndex, Grid, Layout, Shard, Unstack
 from shardplan.layouts.slab import Box, Shape, split
 from shardplan.layouts.storage import StorageStage
 
-# A part smaller than this costs a writer more than its bytes.
+# Below these sizes the overhead of a chunk dominates, in bytes.
 _SMALLEST_PART = 4 << 10
 _SMALLEST_SPLIT = 64 << 10
-_EVEN = 1.05  # the largest part may be so much larger than the mean
+_EVEN = 1.05  # allowed imbalance: largest part ÷ mean
+_OBJECT_NBYTES = 64  # what a Python value counts for when replicas take turns
+
+# The rules in this module, which a reader has to repeat. A change to them, and not only to the
+# numbers above, is a new version; readers keep the rules of every version that was released.
+OWNERSHIP_VERSION = 2
 
 
-def parts(sizes: Shape, itemsize: int, replicas: int) -> list[tuple[int, int, int]] | None:
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """The numbers that decide who writes what; a checkpoint records those of its save.
+
+    Attributes:
+        smallest_split: A replicated box of fewer bytes is written by one replica.
+        smallest_part: No replica's part of a box has fewer bytes.
+        even: Largest part of a box ÷ mean, at most.
+        object_nbytes: Bytes that a Python value counts for.
+    """
+
+    smallest_split: int
+    smallest_part: int
+    even: float
+    object_nbytes: int
+
+    @classmethod
+    def current(cls) -> "Ownership":
+        """Returns the numbers of this version of the library."""
+        return cls(_SMALLEST_SPLIT, _SMALLEST_PART, _EVEN, _OBJECT_NBYTES)
+
+
+def parts(
+    sizes: Shape, itemsize: int, replicas: int, rules: Ownership | None = None
+) -> list[tuple[int, int, int]] | None:
     """Returns the cuts of a replicated box, one part for each replica; None if it stays whole.
 
     Args:
         sizes: Extent of the box, in elements.
         itemsize: Bytes of one element.
         replicas: How many ranks hold the box.
+        rules: The numbers of the save; of this version if not given.
 
     Returns:
         `(dim, start, stop)` of the part of each replica, relative to the box. A box that no dim
@@ -42,10 +73,11 @@ def parts(sizes: Shape, itemsize: int, replicas: int) -> list[tuple[int, int, in
     nbytes = itemsize
     for size in sizes:
         nbytes *= size
-    if nbytes < max(_SMALLEST_SPLIT, replicas * _SMALLEST_PART):
+    rules = rules or Ownership.current()
+    if nbytes < max(rules.smallest_split, replicas * rules.smallest_part):
         return None
     for dim, size in enumerate(sizes):
-        if -(-size // replicas) * replicas <= _EVEN * size:
+        if -(-size // replicas) * replicas <= rules.even * size:
             return [(dim, start, stop) for _, start, stop in split((size,), replicas)]
     return None
 

@@ -6,7 +6,7 @@
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, IncompleteCheckpointError, MissingKeyError
 
+from ..planning.manifest import Extra
 from ..state.values import classes_in, to_bytes
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
+from .folder import check_alone
 from .format.commit import CHECKPOINT, Commit, read_commit
 from .format.plain import from_plain
 from .places.files import Files, files_at
@@ -36,6 +38,23 @@ from .reading.segments import Allowance, Verify, segments_of
 from .reading.shared import SharedRead
 from .reading.stats import Stats
 from .reading.wanted import Part, Want
+from .unfinished import unfinished
+
+
+class _Refused(Mapping[str, Any]):
+    """What is stored where nothing can be read: any use of it raises why."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        self._error = error
+
+    def __getitem__(self, key: str) -> Any:
+        raise self._error
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._error
+
+    def __len__(self) -> int:
+        raise self._error
 
 
 class _Asked(NamedTuple):
@@ -44,6 +63,13 @@ class _Asked(NamedTuple):
     item: ReadItem
     stored: Any
     chunk: ChunkStorageMetadata | None
+
+
+class _File(NamedTuple):
+    """A data file: the place of the rank that wrote it, and whether it is its second one."""
+
+    place: int
+    late: bool
 
 
 class SafetensorsReader(StorageReader):
@@ -91,6 +117,7 @@ class SafetensorsReader(StorageReader):
         self._commit: Commit | None = None
         self._catalogue: Catalogue | None = None
         self._owners: Owners | None = None
+        self._refused: CheckpointError | None = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -101,7 +128,8 @@ class SafetensorsReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Returns whether a path or URL holds a checkpoint of this format."""
         try:
-            return files_at(checkpoint_id).read(CHECKPOINT) is not None
+            files = files_at(checkpoint_id)
+            return any(files.read(name) is not None for name in files.published())
         except (CheckpointError, OSError, ValueError, TypeError):
             return False
 
@@ -110,37 +138,49 @@ class SafetensorsReader(StorageReader):
         if checkpoint_id is not None:
             self.path = checkpoint_id
         self.stats = Stats()
-        self._commit = self._catalogue = self._owners = None
+        self._commit = self._catalogue = self._owners = self._refused = None
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Returns the metadata of the checkpoint, made from its layouts as keys are asked for.
 
-        A part of the manifest is read when it is first needed, so what is wrong with a part is
-        found then: by the planner, which asks for keys.
-
-        Raises:
-            CheckpointError: If there is no complete checkpoint, or `checkpoint.json` is damaged or
-                of a newer version.
+        It raises as soon as it is used, an `IncompleteCheckpointError` if there is no complete
+        checkpoint, another `CheckpointError` if `checkpoint.json` is damaged or of a newer version,
+        or another format's checkpoint lies beside it.
         """
         # DCP looks for a parameter named kwargs and would ask again for this rank's own metadata.
+        try:
+            return self._read_metadata()
+        except CheckpointError as error:
+            # DCP would catch the error and raise an AssertionError in its place.
+            self._refused = error
+            return Metadata(_Refused(error))  # type: ignore[arg-type]
+
+    def _read_metadata(self) -> Metadata:
         files = self._files = files_at(self.path)
         commit = read_commit(files)
+        check_alone(files, commit)
         if commit is None:
-            raise CheckpointError(
-                f"{files.root}: no complete checkpoint: there is no {CHECKPOINT}. A save that did "
-                "not end well leaves none; a stock DCP checkpoint (with a .metadata) is loaded "
+            left = "".join(f" {text}." for text in unfinished(files))
+            raise IncompleteCheckpointError(
+                f"{files.root}: no complete checkpoint: there is no {CHECKPOINT}.{left} A save that "
+                "did not end well leaves none; a stock DCP checkpoint (with a .metadata) is loaded "
                 "with checkpoint_id= and without storage_reader=."
             )
         self.stats = Stats(manifest=commit.nbytes)
-        catalogue = Catalogue(files, commit, self.stats)
-        self._commit, self._catalogue = commit, catalogue
-        self._owners = Owners(commit, catalogue.manifests)
+        catalogue = Catalogue(commit)
+        self._commit, self._catalogue, self._owners = commit, catalogue, Owners(commit)
         return metadata_of(catalogue, self.path)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Has nothing to do: `read_metadata` came before."""
+        """Raises what `read_metadata` found wrong.
+
+        Raises:
+            CheckpointError: See `read_metadata`.
+        """
+        if self._refused is not None:
+            raise self._refused
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Returns the plan as it is."""
@@ -158,10 +198,10 @@ class SafetensorsReader(StorageReader):
                 what the manifest says.
         """
         if self._commit is None:
-            self.read_metadata()
+            self._read_metadata()
         with without_gc():
             if self._group is None:
-                self._read(self._by_place(plan.items), planner)
+                self._read(self._by_file(plan.items), planner)
             else:
                 self._read_shared(plan.items, planner)
         future: Future[None] = Future()
@@ -173,22 +213,22 @@ class SafetensorsReader(StorageReader):
         shared = SharedRead(planner, self._group, items)
         failure: Exception | None = None
         try:
-            self._read(self._by_place(shared.own), shared)
+            self._read(self._by_file(shared.own), shared)
         except Exception as error:
             failure = error
         shared.finish(failure)
 
-    def _by_place(self, items: Iterable[ReadItem]) -> dict[int, list[_Asked]]:
-        """Returns the items, and what they ask for, by the place of the rank that wrote it."""
+    def _by_file(self, items: Iterable[ReadItem]) -> dict[_File, list[_Asked]]:
+        """Returns the items, and what they ask for, by the file that they are in."""
         owners, catalogue = self._owners, self._catalogue
-        found: dict[int, list[_Asked]] = {}
+        found: dict[_File, list[_Asked]] = {}
         assert owners is not None and catalogue is not None  # read_metadata came before
         for item in items:
             key = item.storage_index.fqn
             try:
                 stage, origin = catalogue.origin(key)
             except KeyError:
-                raise CheckpointError(f"{key}: not in the checkpoint {self.path}") from None
+                raise MissingKeyError(f"{key}: not in the checkpoint {self.path}") from None
             stored, chunk, offsets = catalogue[key], None, None
             if item.type is not LoadItemType.BYTE_IO:
                 assert isinstance(
@@ -197,10 +237,11 @@ class SafetensorsReader(StorageReader):
                 chunk = _chunk(stored, item.storage_index)
                 offsets = chunk.offsets
             place = owners.place(stage, origin, key, offsets)
-            found.setdefault(place, []).append(_Asked(item, stored, chunk))
+            late = isinstance(origin, Extra) and origin.late
+            found.setdefault(_File(place, late), []).append(_Asked(item, stored, chunk))
         return dict(sorted(found.items()))
 
-    def _read(self, by_place: dict[int, list[_Asked]], planner: Any) -> None:
+    def _read(self, by_file: dict[_File, list[_Asked]], planner: Any) -> None:
         commit, files = self._commit, self._files
         assert commit is not None and files is not None  # read_metadata came before
         buffers = Buffers(self._buffer_bytes, torch.cuda.is_available())
@@ -209,8 +250,8 @@ class SafetensorsReader(StorageReader):
         expected = 0
         try:
             with Fetch(planner, buffers, self._threads, self.stats) as fetch:
-                for place, asked in by_place.items():
-                    file = DataFile(files, commit, place, self.stats, expected)
+                for (place, late), asked in by_file.items():
+                    file = DataFile(files, commit, place, self.stats, expected, late)
                     opened.append(file)
                     expected = file.header.data_start
                     self._check(file)
@@ -237,11 +278,11 @@ class SafetensorsReader(StorageReader):
         """Checks that the rank which wrote a file planned the checkpoint of its stage."""
         facts = file.header.facts
         stage = facts.get("stage")
-        commit, catalogue = self._commit, self._catalogue
-        assert commit is not None and catalogue is not None  # read_metadata came before
-        if type(stage) is not int or not 0 <= stage < len(commit.parts):
+        commit = self._commit
+        assert commit is not None  # read_metadata came before
+        if type(stage) is not int or not 0 <= stage < len(commit.stages):
             raise CheckpointError(f"{file.where}: names pipeline stage {stage!r}")
-        digest = catalogue.stage(stage).digest
+        digest = commit.digests[stage]
         if facts.get("digest") != digest:
             raise CheckpointError(
                 f"{file.where}: rank {file.rank} planned another checkpoint than the first rank of "

@@ -30,23 +30,23 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, IncompleteCheckpointError
 from shardplan.layouts.slab import contiguous_strides
 
 from ..compat import rebuild_tensor, storage_info
+from ..planning.manifest import Extra
 from ..save import Origins, checkpoint_metadata
 from ..state.values import to_bytes
 from ..without_gc import without_gc
+from .folder import STOCK, put_stock
 from .format.commit import CHECKPOINT, Commit, read_commit
 from .format.header import HEAD, chunk_name
 from .format.plain import from_plain
 from .places.files import Files, files_at
 from .reading.datafile import DataFile
 from .reading.owners import Owners
-from .reading.parts import read_stages
 from .reading.stats import Stats
 
-METADATA = ".metadata"
 _RAW = "shardplan.raw: load with SafetensorsReader, or save with SafetensorsWriter(stock=True)"
 # The first values of a file in torch's older form; see torch/serialization.py.
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -121,16 +121,15 @@ def finalize(path: str | os.PathLike[str]) -> bool:
     commit = read_commit(files)
     if commit is None:
         why = f"there is no {CHECKPOINT}, which a save of SafetensorsWriter ends with"
-        if files.read(METADATA) is not None:
-            why = f"its {METADATA} is there already, and no {CHECKPOINT}: stock DCP wrote it"
-        raise CheckpointError(f"{files.root}: no complete checkpoint to finalize: {why}")
+        if files.read(STOCK) is not None:
+            why = f"its {STOCK} is there already, and no {CHECKPOINT}: stock DCP wrote it"
+        raise IncompleteCheckpointError(f"{files.root}: no complete checkpoint to finalize: {why}")
     with without_gc():
-        stages, _ = read_stages(files, commit)
         origins: Origins = {}
-        metadata = checkpoint_metadata(stages, origins=origins)
-        places, readable = _places(files, commit, metadata, origins, Owners(commit, stages))
+        metadata = checkpoint_metadata(commit.stages, origins=origins, rules=commit.ownership)
+        places, readable = _places(files, commit, metadata, origins, Owners(commit))
         metadata.storage_data = places
-        files.put(METADATA, pickle.dumps(metadata), sync=True)
+        put_stock(files, commit, pickle.dumps(metadata))
     return readable
 
 
@@ -138,21 +137,23 @@ def _places(
     files: Files, commit: Commit, metadata: Metadata, origins: Origins, owners: Owners
 ) -> tuple[dict[MetadataIndex, Any], bool]:
     """Returns where everything lies in stock DCP's terms, and whether it can be read there."""
-    wanted: dict[int, list[tuple[str, Any]]] = {}
+    wanted: dict[tuple[int, bool], list[tuple[str, Any]]] = {}
     for key, stored in metadata.state_dict_metadata.items():
         chunks = [None] if isinstance(stored, BytesStorageMetadata) else stored.chunks
         for chunk in chunks:
             if chunk is not None and 0 in chunk.sizes:
                 continue
             offsets = None if chunk is None else tuple(chunk.offsets)
-            place = owners.place(*origins[key], key, offsets)
-            wanted.setdefault(place, []).append((key, chunk))
+            stage, origin = origins[key]
+            place = owners.place(stage, origin, key, offsets)
+            late = isinstance(origin, Extra) and origin.late
+            wanted.setdefault((place, late), []).append((key, chunk))
     info, readable = storage_info(), True
     found: dict[MetadataIndex, Any] = {}
     blob = io.BytesIO()
     values_name = f"{commit.save}/values.distcp"
-    for place, entries in sorted(wanted.items()):
-        file = DataFile(files, commit, place, Stats())
+    for (place, late), entries in sorted(wanted.items(), key=lambda item: item[0]):
+        file = DataFile(files, commit, place, Stats(), late=late)
         try:
             values = file.values(True)
         finally:

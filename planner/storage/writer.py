@@ -5,26 +5,31 @@
 | `SafetensorsWriter` | a `StorageWriter` for `dcp.save` and `dcp.async_save` |
 """
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardplan.layouts import CheckpointError, Grids
-from shardplan.layouts.layout import digest
+from shardplan.layouts import CheckpointError, CheckpointExistsError, Grids, RanksDisagreeError
 
+from ..saving.agreement import first_difference
 from ..saving.messages import PlanMessage, WriterMeta
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
-from .places.files import files_at
-from .writing.join import PlansDiffer, commit_of
-from .writing.rankfile import RankFile, Vouched
-from .writing.session import Marker, Session
+from .folder import look
+from .format.messages import decode_message, encode_message
+from .places.files import Files, files_at
+from .writing.identity import Identity, identify
+from .writing.join import PlansDiffer, join
+from .writing.rankfile import Writer, check_keys, write_rank_file
+from .writing.session import Session
 
 
 class SafetensorsWriter(StorageWriter):
@@ -35,9 +40,9 @@ class SafetensorsWriter(StorageWriter):
 
     | call | ranks | does here |
     |---|---|---|
-    | `prepare_local_plan` | all | refuses a complete checkpoint; place 0 opens the save |
-    | `write_data` | all | streams the rank's chunks into a file under a temporary name |
-    | `finish` | all (with collectives: the coordinator) | the file gets its name; when all have, place 0 completes the save |
+    | `prepare_local_plan` | all | refuses a complete checkpoint, and keys that can't be stored |
+    | `write_data` | all | place 0 claims the folder; each rank streams its chunks into a file |
+    | `finish` | all (with collectives: the coordinator) | when all have written, place 0 compares what they planned and completes the save |
 
     It needs `LayoutAwareSavePlanner`. Python values are stored as plain data, never pickled.
 
@@ -47,7 +52,11 @@ class SafetensorsWriter(StorageWriter):
         threads: How many threads compute checksums and write.
         buffer_bytes: Host memory for what can't be written from where it lies, in bytes.
         sync: Whether files are on the disk before the save counts as complete.
-        timeout: Seconds without a sign of life from another rank before the save fails.
+        timeout: Seconds without a sign of life from another rank before the save fails, and from
+            another save before it counts as dead.
+        save_id: The save's identity: any text, the same on all of its ranks and another for every
+            save. Needed only where several processes save without a process group; see
+            `writing.identity`.
         stock: Whether `finalize` shall be able to let stock DCP read the data: each chunk is then
             some 400 bytes longer.
     """
@@ -64,6 +73,7 @@ class SafetensorsWriter(StorageWriter):
         sync: bool = True,
         timeout: float = 300.0,
         stock: bool = False,
+        save_id: str | None = None,
     ) -> None:
         self.path = path
         self._overwrite = overwrite
@@ -72,18 +82,19 @@ class SafetensorsWriter(StorageWriter):
         self._sync = sync
         self._timeout = timeout
         self._stock = stock
+        self._save_id = save_id
         self._rank = 0
         self._coordinates = True
         self.collective = False
+        self._identity: Identity | None = None
         self._message: PlanMessage | None = None
         self._session: Session | None = None
-        self._file: RankFile | None = None
-        self._vouched = Vouched()
+        self._planner: Any = None
         self._buffers: Buffers | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # An async save in another process takes the writer along before it has begun.
-        return {**self.__dict__, "_session": None, "_file": None, "_buffers": None}
+        return {**self.__dict__, "_session": None, "_planner": None, "_buffers": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -100,26 +111,36 @@ class SafetensorsWriter(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Returns what DCP passes on to the planner: the checkpoint's id, and this writer."""
+        """Returns the checkpoint's id for DCP's own records, and this writer for the planner."""
         return WriterMeta(checkpoint_id=self.path, writer=self)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, at another path if one is given."""
         if checkpoint_id is not None:
             self.path = checkpoint_id
-        self._session = self._file = self._message = None
+        self._session = self._message = self._identity = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes this process's rank, and whether ranks exchange plans."""
         self._coordinates = is_coordinator
         self._rank = int(kwargs.get("rank", 0) or 0)
         self.collective = bool(kwargs.get("use_collectives", False))
+        self._session = self._message = self._identity = None
+
+    def _identify(self, place: int, ranks: int, members: tuple[int, ...] | None) -> Identity:
+        """Returns the identity of this save, found once."""
+        if self._identity is None:
+            root = files_at(self.path).root
+            self._identity = identify(root, place, ranks, members, self._save_id)
+        return self._identity
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Opens the save.
+        """Takes what the rank plans; refuses what this format can't hold.
 
         Raises:
-            CheckpointError: If the planner knows no layouts, or a complete checkpoint is there.
+            CheckpointExistsError: If a complete checkpoint is there and may not be replaced.
+            UnstorableValueError: If a key can't be stored.
+            CheckpointError: If the planner knows no layouts.
         """
         message = plan.planner_data
         if not isinstance(message, PlanMessage):
@@ -128,123 +149,202 @@ class SafetensorsWriter(StorageWriter):
                 "LayoutAwareSavePlanner as planner=."
             )
         self._message = message
-        dense = message.grids[0].dense
-        self.collective = self.collective and dense.world_size > 1
-        place = dense.linear(dense.axes)
-        leads = self._coordinates if self.collective else place == 0
-        self._session = Session(
-            files_at(self.path), place, leads, dense.world_size, self._timeout, self._overwrite
-        )
+        world = message.grids[0].world_size
+        self.collective = self.collective and world > 1
+        try:
+            check_keys(plan.items)
+            files = files_at(self.path)
+            if self.collective:
+                look(files, self._overwrite)
+            else:
+                identity = self._identify(message.place, world, message.ranks)
+                self._session = Session(
+                    files, identity, message.place, world, self._timeout, self._overwrite
+                )
+                self._session.look()
+        except CheckpointExistsError:
+            self._session = None
+            raise  # every rank sees it
+        except Exception as error:
+            self.plan_failed(error, message.grids[0], message.ranks)
+            raise
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tells all ranks the save's id, where DCP carries plans back to them."""
-        if not self.collective or self._session is None:
+        """Opens the save where ranks exchange plans, and tells all of them its id."""
+        if not self.collective or self._message is None or any(map(_is_refused, plans)):
             return plans
-        return [dataclasses.replace(p, storage_data=self._session.save) for p in plans]
+        identity = self._identify(0, 1, None)
+        self._session = Session(
+            files_at(self.path),
+            identity,
+            self._message.place,
+            1,
+            self._timeout,
+            self._overwrite,
+            leads=True,
+        )
+        self._session.begin()
+        return [dataclasses.replace(p, storage_data=identity.save) for p in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the rank's chunks.
 
         Raises:
-            CheckpointError: If a value can't be stored, or the plan does not fit its tensors.
+            CheckpointError: If a value can't be stored, the plan does not fit its tensors, or
+                another save is using the folder.
             OSError: If the file can't be written.
         """
-        session, message = self._session, self._message
-        assert session is not None and message is not None  # prepare_local_plan came before
+        message = self._message
+        assert message is not None  # prepare_local_plan came before
         try:
-            manifest = planner.manifest  # type: ignore[attr-defined]
-            if not self.collective:  # nobody joins what single ranks hold
-                strict = digest((message.digest, message.told.extras.hex()))
-                message = dataclasses.replace(message, digest=strict)
-            groups = self._vouched.of(message.digest, manifest)
-            file = RankFile(session.files, message, manifest, groups, self._rank)
-            self._file = file
-            if self._buffers is None:
-                self._buffers = Buffers(self._buffer_bytes, torch.cuda.is_available())
+            files = files_at(self.path)
+            session = self._session
             if self.collective:
-                save = plan.storage_data
-            else:  # where the header is written first, the id must be known by then
-                save = session.awaited() if file.out.in_order else session.current()
-            with without_gc():
-                buffers, threads = self._buffers, self._threads
-                file.write(plan.items, planner, buffers, threads, save or "", self._stock)
-            if not self.collective:
-                planner.spare_items(())  # type: ignore[attr-defined]  # lets its values go
-            if self.collective:
-                file.announce(str(save), self._sync)
-                file.out.discard()  # DCP calls finish on the coordinator only
+                save = str(plan.storage_data)
+                files.make_folder(save)
+            else:
+                assert session is not None  # prepare_local_plan made it
+                session.begin()
+                save = session.save
+            self._write(files, save, plan.items, planner)
+            report = encode_message(message, self._rank)
+            if session is not None and not self.collective:
+                self._planner = planner  # holds what this rank may have to write yet
+                session.ready(report)
         except BaseException as error:
-            self._fail(error)
+            if (reason := self._failed(error)) is not error:
+                raise reason from error
             raise
         future: Future[list[WriteResult]] = Future()
-        marker = file.marker
-        future.set_result([WriteResult(MetadataIndex("file"), marker.nbytes, marker.encode())])
+        future.set_result([WriteResult(MetadataIndex("file"), len(report), report)])
         return future
 
-    def _fail(self, error: BaseException) -> None:
-        """Cleans up after a failure and tells the other ranks of it."""
-        self._buffers = None  # some may be missing
-        file, self._file = self._file, None
-        if file is not None:
-            file.out.discard()
-        if self._session is not None and not self.collective:
-            self._session.fail(error)
-
-    def plan_failed(
-        self, error: BaseException, grids: Grids, ranks: tuple[int, ...] | None
+    def _write(
+        self,
+        files: Files,
+        save: str,
+        items: Sequence[WriteItem],
+        planner: Any,
+        late: bool = False,
     ) -> None:
-        """Tells the other ranks that this one could not plan, so that they do not wait for it.
+        message = self._message
+        assert message is not None  # prepare_local_plan came before
+        if self._buffers is None:
+            self._buffers = Buffers(self._buffer_bytes, torch.cuda.is_available())
+        grids = message.grids[0]
+        writer = Writer(
+            save, message.place, self._rank, grids.world_size, grids.stage, message.digest
+        )
+        with without_gc():
+            write_rank_file(
+                files,
+                writer,
+                items,
+                planner,
+                self._buffers,
+                self._threads,
+                stock=self._stock,
+                sync=self._sync,
+                late=late,
+            )
+
+    def _write_late(self, keys: Iterable[str]) -> None:
+        """Writes what only this rank holds of some keys."""
+        session, planner, self._planner = self._session, self._planner, None
+        assert session is not None and planner is not None  # write_data came before
+        items = planner.spare_items(set(keys))
+        if items:
+            check_keys(items)
+            self._write(session.files, session.save, items, planner, late=True)
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Lets the other ranks know of a failure, and returns what to raise."""
+        self._buffers = None  # some may be missing
+        session, self._session = self._session, None
+        if session is None:
+            return error
+        error = session.explained(error)
+        session.fail(error)
+        return error
+
+    def plan_failed(self, error: BaseException, grids: Grids, ranks: Any = None) -> None:
+        """Lets the other ranks know that this one could not plan, so that they do not wait for it.
 
         Args:
             error: Why.
-            grids: The grids of the ranks that save, at this rank's place.
-            ranks: Global ranks that save; None for all.
+            grids: This rank's grids.
+            ranks: Global ranks that save; None for all of the default process group.
         """
-        count = grids.world_size
-        if not self.collective and count > 1:
-            place = grids.dense.linear(grids.dense.axes)
-            files = files_at(self.path)
-            Session(files, place, place == 0, count, self._timeout, True).fail(error)
+        if self.collective or grids.world_size == 1:
+            return
+        place = grids.dense.linear(grids.dense.axes)
+        with contextlib.suppress(CheckpointError, OSError):
+            identity = self._identify(place, grids.world_size, ranks)
+            session = self._session or Session(
+                files_at(self.path), identity, place, grids.world_size, self._timeout, True
+            )
+            session.fail(error)
+        self._session = None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Ends the save on this rank: it is complete, and there was no error on any rank.
 
         Raises:
-            CheckpointError: If another rank failed, gave no sign of life, or planned another
-                checkpoint.
+            RanksDisagreeError: If the ranks did not plan one checkpoint.
+            CheckpointError: If another rank failed, gave no sign of life, or another save has
+                taken the folder over.
         """
-        session, file = self._session, self._file
-        assert session is not None and file is not None  # write_data came before
+        session = self._session
+        assert session is not None  # write_data, or prepare_global_plan, came before
         try:
             if self.collective:
-                markers = [Marker.decode("a result", r[0].storage_data) for r in results]
-                commit = commit_of(session.files, str(session.save), markers, metadata)
-                session.complete(commit)
+                messages = [decode_message("a result", r[0].storage_data) for r in results]
+                session.publish(join(session.save, messages, together=True).commit, self._sync)
             elif session.leads:
-                self._lead(session, file)
+                self._lead(session)
             else:
-                self._follow(session, file)
+                session.follow(self._answer)
         except BaseException as error:
-            if session.leads:
-                session.give_up(error, keep=isinstance(error, PlansDiffer))
+            if (reason := self._failed(error)) is not error:
+                raise reason from error
             raise
         finally:
-            file.out.discard()
-            self._file = self._session = self._message = None
+            if self._planner is not None:
+                self._planner.spare_items(())  # which lets go of the values
+            self._session = self._message = self._identity = self._planner = None
 
-    def _lead(self, session: Session, file: RankFile) -> None:
-        save = str(session.save)
-        file.announce(save, self._sync)
-        session.mark(save, file.marker)
-        session.complete(commit_of(session.files, save, session.gather()))
-
-    def _follow(self, session: Session, file: RankFile) -> None:
-        def announce(save: str) -> None:
-            file.announce(save, self._sync)
-            session.mark(save, file.marker)
-
+    def _lead(self, session: Session) -> None:
+        where = f"{session.files.root}/{session.save}"
+        messages = [decode_message(where, report) for report in session.gather()]
         try:
-            session.join(announce)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{file.difference(session)}") from None
+            joined = join(session.save, messages, together=False)
+        except PlansDiffer as fault:
+            (answer,) = session.ask({fault.place: {"manifest": True}})
+            theirs = decode_message(where, answer)[0].manifest
+            assert theirs is not None and fault.other is not None  # asked for
+            raise RanksDisagreeError(
+                f"{first_difference(theirs, fault.other)} (here on rank "
+                f"{messages[fault.place][1]}). Of all ranks: {fault}"
+            ) from None
+        requests = {place: {"keys": keys} for place, keys in joined.late.items()}
+        own = requests.pop(session.place, None)
+        if own is not None:
+            self._answer(own)
+        if requests:
+            session.ask(requests)
+        session.publish(joined.commit, self._sync)
+
+    def _answer(self, request: Any) -> bytes:
+        """Does what the leader asks of this rank when it has compared all reports."""
+        if "keys" in request:
+            self._write_late(request["keys"])
+            return b""
+        message, planner = self._message, self._planner
+        assert message is not None and planner is not None  # write_data came before
+        return encode_message(dataclasses.replace(message, manifest=planner.manifest), self._rank)
+
+
+def _is_refused(plan: SavePlan) -> bool:
+    """Whether the planner has found that ranks disagree; no rank will write anything then."""
+    return bool(getattr(plan.planner_data, "fault", None))

@@ -1,5 +1,6 @@
 """All ranks in one process, none of which learns anything of another: DCP's steps without collectives."""
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,12 +18,13 @@ def save(
 ) -> list[Exception | None]:
     """Saves one state dict per rank; returns each rank's error."""
     errors: list[Exception | None] = [None] * len(states)
-    options = {"sync": False, "timeout": 20.0, **options}
+    # The ranks are threads without a process group, so they are told which save it is.
+    options = {"sync": False, "timeout": 20.0, "save_id": secrets.token_hex(8), **options}
 
     def run(rank: int) -> None:
         writer = make_writer(path, **options)
         try:
-            _save_state_dict(rank, states[rank], writer, planners[rank])
+            drive(rank, states[rank], writer, planners[rank])
         except Exception as error:
             errors[rank] = error
 
@@ -34,19 +36,16 @@ def save(
     return errors
 
 
-def _save_state_dict(rank: int, state: dict[str, Any], storage_writer: Any, planner: Any) -> None:
-    """What DCP's function of this name does; the planner looks for its local variables."""
-    use_collectives, no_dist = False, False
-    planner.set_up_planner(
-        state_dict=state, storage_meta=storage_writer.storage_meta(), is_coordinator=rank == 0
-    )
-    storage_writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
-    plan = storage_writer.prepare_local_plan(planner.create_local_plan())
+def drive(rank: int, state: dict[str, Any], writer: Any, planner: Any) -> None:
+    """DCP's steps of a save without collectives, as a trainer may drive them itself."""
+    meta = writer.storage_meta()
+    planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=rank == 0)
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
-    plan = storage_writer.prepare_global_plan(plans)[0]
-    results = storage_writer.write_data(planner.finish_plan(plan), planner).wait()
-    storage_writer.finish(metadata, [results])
-    assert not no_dist
+    plan = writer.prepare_global_plan(plans)[0]
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])
 
 
 def saved(

@@ -96,7 +96,7 @@ def main():
     names = ("first", "second", "changed", "together", "thread", "process", "process again")
     dist.barrier()
     for value, name in enumerate(names, 1):
-        left = [p.name for p in (root / name).rglob("*") if p.name.startswith(".")]
+        left = [p.name for p in (root / name).rglob("*") if p.name.endswith((".tmp", ".beat"))]
         assert not left, (name, left)
         values = state(-1, name == "changed")
         loader = LayoutAwareLoadPlanner(SHAPES, grid=grid, layouts=rules)

@@ -8,12 +8,14 @@ round the checkpoint must be the old one or the new one, whole; prints how often
 
 import os
 import random
+import secrets
 import signal
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import alone
 import torch
 
 from shardplan.layouts import Cut, DTensorStorage, Grids
@@ -37,33 +39,20 @@ def state(step, ranks):
     return {"model": tensors, "step": step}
 
 
-def save(path, rank, step, timeout):
-    storage_writer = SafetensorsWriter(path, overwrite=True, timeout=timeout)
-    save_planner = planner(LayoutAwareSavePlanner, rank, RANKS)
-    _save_state_dict(rank, state(step, RANKS), storage_writer, save_planner)
-
-
-def _save_state_dict(rank, values, storage_writer, save_planner):
-    use_collectives, no_dist = False, False
-    save_planner.set_up_planner(values, storage_writer.storage_meta(), rank == 0)
-    storage_writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
-    plan = storage_writer.prepare_local_plan(save_planner.create_local_plan())
-    plans, metadata = save_planner.create_global_plan([plan])
-    plan = save_planner.finish_plan(storage_writer.prepare_global_plan(plans)[0])
-    results = storage_writer.write_data(plan, save_planner).wait()
-    storage_writer.finish(metadata, [results])
-    assert not no_dist
+def save(path, rank, step, timeout, save_id):
+    writer = SafetensorsWriter(path, overwrite=True, timeout=timeout, save_id=save_id)
+    alone.drive(rank, state(step, RANKS), writer, planner(LayoutAwareSavePlanner, rank, RANKS))
 
 
 def round_of_saves(path, step, victim, delay):
     """Returns the exit codes of the ranks; -9 for one that was killed in time."""
-    children = []
+    children, save_id = [], secrets.token_hex(8)
     for rank in range(RANKS):
         child = os.fork()
         if not child:
             code = 1
             try:
-                save(path, rank, step, 20 if victim is None else TIMEOUT)
+                save(path, rank, step, 20 if victim is None else TIMEOUT, save_id)
                 code = 0
             except Exception as error:
                 if os.environ.get("SHOW"):
@@ -119,7 +108,7 @@ def main():
     codes = round_of_saves(path, step + 1, None, 0)
     assert codes == [0] * RANKS, codes
     assert load(path) == step + 1
-    left = sorted(p.name for p in path.iterdir())
+    left = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
     assert len(left) == 2 and "checkpoint.json" in left, left
     print(dict(counted), f"a whole save takes {whole:.2f} s")
 

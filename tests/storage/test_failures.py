@@ -1,6 +1,5 @@
 """A save that fails ends on all ranks, soon, and leaves what was there; nothing half is ever loaded."""
 
-import json
 import shutil
 import threading
 import time
@@ -10,8 +9,17 @@ import pytest
 import torch
 
 from shardplan.layouts import Cut, DTensorStorage, Grids, LayoutError
-from shardplan.planner import CheckpointError, LayoutAwareLoadPlanner, LayoutAwareSavePlanner
+from shardplan.planner import (
+    CheckpointError,
+    LayoutAwareLoadPlanner,
+    LayoutAwareSavePlanner,
+    RanksDisagreeError,
+    SaveConflictError,
+)
 from shardplan.planner.storage import SafetensorsReader, SafetensorsWriter
+from shardplan.planner.storage.places.files import LocalFiles
+from shardplan.planner.storage.writing.claim import Claim
+from shardplan.planner.storage.writing.process import this_process
 
 SHAPES = {"w": (8, 4), "b": (8,)}
 
@@ -47,7 +55,8 @@ def test_complete_checkpoint_is_refused_unless_told(tmp_path):
     assert loaded(tmp_path) == 1
     assert save(tmp_path, 2, overwrite=True) == [None, None]
     assert loaded(tmp_path) == 2
-    assert 2 == len(list(tmp_path.iterdir()))  # checkpoint.json and one folder
+    seen = [p for p in tmp_path.iterdir() if not p.name.startswith(".")]
+    assert 2 == len(seen)  # checkpoint.json and one folder
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2, 3])
@@ -103,39 +112,72 @@ def test_rank_that_never_comes_is_named(tmp_path):
     assert "1 of 4 ranks gave no sign of life for 1.0 s: 3" in str(errors[0])
     assert all(isinstance(error, CheckpointError) for error in errors)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        SafetensorsReader(tmp_path).read_metadata()
+        len(SafetensorsReader(tmp_path).read_metadata().state_dict_metadata)
 
 
 def test_leader_that_never_comes_is_named(tmp_path):
     writer = SafetensorsWriter(tmp_path, sync=False, timeout=0.5)
     own = planner(LayoutAwareSavePlanner, 1, 2)
     with pytest.raises(CheckpointError, match=r"rank 0 gave no sign of life for 0\.5 s"):
-        alone._save_state_dict(1, state(1, 2), writer, own)
+        alone.drive(1, state(1, 2), writer, own)
 
 
 def test_leftovers_of_a_killed_attempt_are_no_part_of_the_next(tmp_path):
     assert save(tmp_path, 1) == [None, None]
     (old,) = [p for p in tmp_path.iterdir() if p.is_dir()]
-    # An attempt in which rank 1 was done and rank 0 was killed: open, with files and a marker.
+    # An attempt in which rank 1 was done and rank 0 was killed: claimed, with files and a marker.
     stale = tmp_path / "0123456789abcdef"
     shutil.copytree(old, stale)
     (stale / "00001.ready").write_text("{}")
-    status = {"save": stale.name, "state": "open", "beat": 1}
-    (tmp_path / ".save.json").write_text(json.dumps(status))
+    (stale / "checkpoint.json").touch()
+    gone = {**this_process(), "pid": 2**22 + 1}  # more than any process has
+    claim = Claim(2, stale.name, 0, "a launch", process=gone)
+    (tmp_path / ".save-2.json").write_bytes(claim.encode())
+    nobody = tmp_path / "fedcba9876543210"
+    nobody.mkdir()
     assert loaded(tmp_path) == 1
     assert save(tmp_path, 2, overwrite=True) == [None, None]
     assert loaded(tmp_path) == 2
-    assert not stale.exists()
+    assert not stale.exists() and not old.exists()
+    assert nobody.exists(), "a folder that no claim names is somebody else's"
+
+
+def test_claim_of_a_live_process_is_not_taken_over_before_it_falls_silent(tmp_path):
+    assert save(tmp_path, 1) == [None, None]
+    claim = Claim(2, "0123456789abcdef", 0, "a launch", beat=0.01, process=this_process())
+    (tmp_path / ".save-2.json").write_bytes(claim.encode())
+    (tmp_path / claim.save).mkdir()
+    over = threading.Event()
+
+    def live():
+        beats = 0
+        while not over.wait(0.01):
+            beats += 1
+            LocalFiles(tmp_path).put(f"{claim.save}/00000.beat", str(beats).encode())
+
+    alive = threading.Thread(target=live)
+    alive.start()
+    try:
+        errors = save(tmp_path, 2, overwrite=True)
+    finally:
+        over.set()
+        alive.join()
+    assert isinstance(errors[0], SaveConflictError)
+    assert f"another save is writing here (save {claim.save} by process" in str(errors[0])
+    assert "another save is writing here" in str(errors[1])
+    assert loaded(tmp_path) == 1
+    assert save(tmp_path, 2, overwrite=True, timeout=0.5) == [None, None]
+    assert loaded(tmp_path) == 2
 
 
 def test_values_that_differ_are_named_with_both_ranks(tmp_path):
     states = [state(1, 2, lr=0.1), state(1, 2, lr=0.2)]
     errors = save(tmp_path, 1, states=states)
+    assert isinstance(errors[0], RanksDisagreeError)
     for error in errors:
-        assert "ranks 0 and 1 of pipeline stage 0 do not plan the same checkpoint" in str(error)
-    assert "lr: the two ranks hold different values" in str(errors[1])
+        assert "lr: ranks 0 and 1 hold different values" in str(error)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        SafetensorsReader(tmp_path).read_metadata()
+        len(SafetensorsReader(tmp_path).read_metadata().state_dict_metadata)
 
 
 def test_two_ranks_at_one_place_do_not_overwrite_each_other(tmp_path):
@@ -144,7 +186,7 @@ def test_two_ranks_at_one_place_do_not_overwrite_each_other(tmp_path):
     errors = alone.save(tmp_path, states, planners, timeout=1.0)
     assert any(isinstance(error, Exception) for error in errors)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        SafetensorsReader(tmp_path).read_metadata()
+        len(SafetensorsReader(tmp_path).read_metadata().state_dict_metadata)
 
 
 def test_planner_without_layouts_is_refused(tmp_path):

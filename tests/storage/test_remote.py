@@ -113,7 +113,8 @@ def test_failed_save_leaves_the_old_one(url, failing, late):
     assert not any(name.endswith(".tmp") for name in names(url)[1])
     assert small.save(url, 3, overwrite=True) == [None, None]
     assert small.loaded(url) == 3
-    assert 4 == len(names(url)[1]), "what the failed save left is gone"
+    left = [name for name in names(url)[1] if "/.save-" not in name]
+    assert 3 == len(left), "what the failed save left is gone"
 
 
 def test_large_objects_go_up_in_parts_and_come_back_under_another_layout(url):
@@ -175,4 +176,4 @@ def test_url_of_a_file_is_a_path(tmp_path):
 def test_nothing_there_is_said_so(url):
     small.save(url, 1, 1)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        SafetensorsReader(url + "/elsewhere").read_metadata()
+        len(SafetensorsReader(url + "/elsewhere").read_metadata().state_dict_metadata)

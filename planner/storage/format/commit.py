@@ -1,35 +1,33 @@
-"""`checkpoint.json`: the one file that makes a checkpoint complete, and what it says.
+"""`checkpoint.json`: the one file that makes a checkpoint complete, and all that it says.
 
-| name | is |
-|---|---|
-| `Commit` | the contents of `checkpoint.json` |
-| `read_commit` | reads it, None where there is no complete checkpoint |
-| `data_name`, `part_name` | names of a save's files |
-
-Complete is defined once: `checkpoint.json` names a save, and all of that save's files, one for each
-rank and one part for each pipeline stage, stand in the folder of its name. The file is written last
-and appears whole, so a save that ends before has not touched the checkpoint that was there.
+Complete is defined once: the file names a save, and that save's data files stand in the folder of
+its name. It is written last and appears whole, so a save that ends before has not touched the
+checkpoint that was there. FORMAT.md describes the fields.
 """
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, DamagedCheckpointError
 
-from ...planning.manifest import Kind, Members
+from ...planning.manifest import Extra, StageManifest
+from ...planning.ownership import OWNERSHIP_VERSION, Ownership
 from ..places.files import Files
+from ..places.place import CHECKPOINT, WITHDRAWN
 from .header import FORMAT_VERSION, SAVE_DIGITS, check_version
-from .index import KeyIndex
-from .part import MAX_RANKS, bits_from_text, bits_to_text, kind_from_json, kind_to_json
+from .manifest import (
+    MAX_RANKS,
+    extra_from_json,
+    extra_to_json,
+    manifest_from_json,
+    manifest_to_json,
+)
 from .sums import block_sum
 
-CHECKPOINT = "checkpoint.json"
 FORMAT = "shardplan.checkpoint"
 _SAVE = re.compile(r"[0-9a-f]{16}\Z")
-
-Groups = dict[Kind, Members]
 
 
 def is_save(name: str) -> bool:
@@ -37,14 +35,9 @@ def is_save(name: str) -> bool:
     return len(name) == SAVE_DIGITS and _SAVE.match(name) is not None
 
 
-def data_name(save: str, place: int, ranks: int) -> str:
-    """Returns the name of the data file of the rank at a place."""
-    return f"{save}/{place:05d}-of-{ranks:05d}.safetensors"
-
-
-def part_name(save: str, stage: int) -> str:
-    """Returns the name of the manifest's part of a pipeline stage."""
-    return f"{save}/stage-{stage:05d}.json"
+def data_name(save: str, place: int, ranks: int, late: bool = False) -> str:
+    """Returns the name of a data file of the rank at a place: its first, or its second."""
+    return f"{save}/{place:05d}-of-{ranks:05d}{'-late' if late else ''}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +47,22 @@ class Commit:
     Attributes:
         save: Id of the save, and name of its folder.
         ranks: How many ranks wrote a file.
-        parts: Checksum of each pipeline stage's part, 16 hexadecimal digits.
-        groups: For each stage the values that the ranks other than its first vouch for.
+        stages: The manifest of each pipeline stage; `extras` of the first has those of all.
+        digests: Digest of each stage's layouts.
         places: For each chunk of the model the place of the rank at each position of its dense
             and its expert grid; None where place and position are equal.
         numbers: Rank of each place, None where they are equal.
-        index: Which stage may have a key; None of a single stage.
+        ownership: The numbers by which the ranks divided the chunks among them.
         nbytes: Size of `checkpoint.json` where it was read.
     """
 
     save: str
     ranks: int
-    parts: tuple[str, ...]
-    groups: tuple[Groups, ...] = ()
+    stages: tuple[StageManifest, ...]
+    digests: tuple[str, ...]
     places: tuple[tuple[tuple[int, ...] | None, ...], ...] = ()
     numbers: tuple[int, ...] | None = None
-    index: KeyIndex | None = None
+    ownership: Ownership = field(default_factory=Ownership.current)
     nbytes: int = field(default=0, compare=False)
 
     def rank(self, place: int) -> int:
@@ -82,6 +75,11 @@ class Commit:
         table = tables[1 if family == "expert" else 0]
         return position if table is None else table[position]
 
+    @property
+    def extras(self) -> tuple[Extra, ...]:
+        """The values that belong to no parameter."""
+        return self.stages[0].extras
+
     def encode(self) -> bytes:
         """Returns the contents of `checkpoint.json`."""
         body = {
@@ -89,53 +87,38 @@ class Commit:
             "version": FORMAT_VERSION,
             "save": self.save,
             "ranks": self.ranks,
-            "parts": list(self.parts),
-            "groups": [groups_to_json(groups) for groups in self.groups],
+            "ownership": {"version": OWNERSHIP_VERSION, **asdict(self.ownership)},
+            "stages": [
+                manifest_to_json(manifest, digest)
+                for manifest, digest in zip(self.stages, self.digests, strict=True)
+            ],
+            "extras": [extra_to_json(extra) for extra in self.extras],
             "places": [list(map(_listed, tables)) for tables in self.places],
             "numbers": _listed(self.numbers),
-            "index": None if self.index is None else self.index.to_json(),
         }
-        return json.dumps({**body, "sum": _sum(body)}, separators=(",", ":")).encode()
-
-
-def groups_to_json(groups: Groups) -> list[Any]:
-    """Returns groups as plain data."""
-    return [[*kind_to_json(kind), bits_to_text(members)] for kind, members in groups.items()]
-
-
-def groups_from_json(data: Any) -> Groups:
-    """Returns the groups that `groups_to_json` wrote.
-
-    Raises:
-        ValueError: If the data is none.
-    """
-    return {
-        kind_from_json(row[:5], MAX_RANKS): bits_from_text(row[5], MAX_RANKS * 8) for row in data
-    }
+        # The sum is of the text before it, so that nobody has to write the JSON alike.
+        text = json.dumps(body, separators=(",", ":")).encode()[:-1]
+        return text + b',"sum":"' + block_sum(text).hex().encode() + b'"}'
 
 
 def _listed(table: tuple[int, ...] | None) -> list[int] | None:
     return None if table is None else list(table)
 
 
-def _sum(body: dict[str, Any]) -> str:
-    return block_sum(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hex()
-
-
 def parse(where: str, raw: bytes) -> dict[str, Any]:
     """Returns a JSON object.
 
     Raises:
-        CheckpointError: If the bytes are none.
+        DamagedCheckpointError: If the bytes are none.
     """
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where}: no JSON, so damaged or no file of this format: {error}"
+        raise DamagedCheckpointError(
+            f"{where}: not JSON, so damaged or not a file of this format: {error}"
         ) from None
     if not isinstance(data, dict):
-        raise CheckpointError(f"{where}: no JSON object, so no file of this format")
+        raise DamagedCheckpointError(f"{where}: not a JSON object, so not a file of this format")
     return data
 
 
@@ -145,41 +128,68 @@ def read_commit(files: Files) -> Commit | None:
     Raises:
         CheckpointError: If the file is damaged, of a newer version, or impossible.
     """
-    raw = files.read(CHECKPOINT)
-    if raw is None:
-        return None
-    where = f"{files.root}/{CHECKPOINT}"
+    for name in files.published():
+        raw = files.read(name)
+        if raw is not None and not raw.startswith(WITHDRAWN):
+            return _commit(f"{files.root}/{name}", raw)
+    return None
+
+
+def _commit(where: str, raw: bytes) -> Commit:
     data = parse(where, raw)
     if data.get("format") != FORMAT:
         raise CheckpointError(f"{where}: its format is {data.get('format')!r}, not {FORMAT!r}")
     check_version(where, data.get("version"))
+    text, _, told = raw.rpartition(b',"sum":"')
+    if told != block_sum(text).hex().encode() + b'"}':
+        raise DamagedCheckpointError(
+            f"{where}: its checksum is not that of its contents. The file is damaged; load another "
+            "checkpoint."
+        )
     try:
-        told = data.pop("sum")
-        if told != _sum(data):
-            raise CheckpointError(f"{where}: its checksum is {told}, its contents say {_sum(data)}")
-        return _commit(data, len(raw))
+        return _checked(where, data, len(raw))
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
-        raise CheckpointError(f"{where}: impossible contents: {error!r}") from None
+        raise DamagedCheckpointError(f"{where}: impossible contents: {error!r}") from None
 
 
-def _commit(data: dict[str, Any], nbytes: int) -> Commit:
-    save, ranks, parts = data["save"], data["ranks"], tuple(data["parts"])
+def _checked(where: str, data: dict[str, Any], nbytes: int) -> Commit:
+    save, ranks = data["save"], data["ranks"]
     if not isinstance(save, str) or not is_save(save):
         raise ValueError(f"save {save!r}")
-    if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS or not 1 <= len(parts) <= ranks:
-        raise ValueError(f"{ranks!r} ranks, {len(parts)} stages")
-    if not all(isinstance(part, str) for part in parts):
-        raise ValueError("a part without a checksum")
-    groups = tuple(groups_from_json(rows) for rows in data["groups"])
+    if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"{ranks!r} ranks")
+    rules = dict(data["ownership"])
+    version = rules.pop("version")
+    if version != OWNERSHIP_VERSION:
+        raise CheckpointError(
+            f"{where}: its ranks divided the chunks by version {version} of the rules, and this "
+            f"library knows version {OWNERSHIP_VERSION}. Update shardplan."
+        )
+    ownership = Ownership(
+        *(_positive(rules[name]) for name in Ownership.__slots__)  # type: ignore[arg-type]
+    )
+    stages, digests = zip(
+        *(manifest_from_json(stage, ranks) for stage in data["stages"]), strict=True
+    )
+    extras = tuple(map(extra_from_json, data["extras"]))
+    writers = [e.writer for e in extras if e.boxes is None]
+    writers += [place for e in extras for _, _, place in e.boxes or ()]
+    if any(place is None or place >= ranks for place in writers):
+        raise ValueError("an extra that no rank wrote")
+    stages = (replace(stages[0], extras=extras), *stages[1:])
     places = tuple(
         (_table(dense, ranks), _table(expert, ranks)) for dense, expert in data["places"]
     )
     numbers = _table(data["numbers"], None)
     if numbers is not None and len(numbers) != ranks:
         raise ValueError(f"{len(numbers)} rank numbers for {ranks} ranks")
-    told = data["index"]
-    index = None if told is None else KeyIndex.from_json(told, len(parts))
-    return Commit(save, ranks, parts, groups, places, numbers, index, nbytes)
+    return Commit(save, ranks, stages, digests, places, numbers, ownership, nbytes)
+
+
+def _positive(number: Any) -> int | float:
+    if type(number) not in (int, float) or not number > 0:
+        raise ValueError(f"{number!r} is not a rule of ownership")
+    return number  # type: ignore[no-any-return]
 
 
 def _table(data: Any, ranks: int | None) -> tuple[int, ...] | None:
@@ -187,7 +197,10 @@ def _table(data: Any, ranks: int | None) -> tuple[int, ...] | None:
     if data is None:
         return None
     if any(type(n) is not int or n < 0 for n in data):
-        raise ValueError("a place that is no number")
+        raise ValueError("a place that is not a number")
     if ranks is not None and sorted(data) != list(range(ranks)):
         raise ValueError(f"a table of {len(data)} places for {ranks} ranks")
     return tuple(data)
+
+
+__all__ = ["CHECKPOINT", "Commit", "data_name", "is_save", "parse", "read_commit"]

@@ -22,7 +22,7 @@ from shardplan.layouts import CheckpointError
 from .dtypes import ITEMSIZES
 from .sums import ALGORITHM, BLOCK, block_count
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUMS = "__shardplan_sums__"
 VALUES = "__shardplan_values__"
 HEAD = "__shardplan_torch__"  # before the name of a chunk: what torch.load needs in front of it

@@ -11,15 +11,16 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardplan.layouts import CheckpointError
 
-from .place import SMALL_FILE, Files, InFile, OutFile
+from .place import CHECKPOINT, SMALL_FILE, Files, InFile, OutFile
 
-__all__ = ["Files", "InFile", "LocalFiles", "OutFile", "files_at", "is_leftover", "opened"]
+__all__ = ["Files", "InFile", "LocalFiles", "OutFile", "files_at", "opened"]
 
 
 def files_at(path: Any) -> Files:
@@ -116,95 +117,125 @@ class LocalFiles:
     def delete_folder(self, folder: str) -> None:
         shutil.rmtree(self.folder / folder, ignore_errors=True)
 
-    def create(self, place: int, folder: str) -> OutFile:
-        return _LocalOut(self.folder, _temporary(place))
+    def create_new(self, name: str, data: bytes) -> bool:
+        path = self.folder / name
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        temporary.write_bytes(data)
+        try:
+            _move_new(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        return True
+
+    def create(self, name: str) -> OutFile:
+        return _LocalOut(self.folder / name)
 
     def open(self, name: str) -> InFile:
         return _LocalIn(self.folder / name)
 
-    def written_bytes(self, place: int) -> int:
+    def _token(self, save: str) -> Path:
+        return self.folder / save / CHECKPOINT
+
+    def make_token(self, save: str) -> None:
+        self._token(save).touch()
+
+    def drop_token(self, save: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._token(save))
+
+    def publish(self, save: str, generation: int, data: bytes, replace: bool, sync: bool) -> bool:
+        token, target = self._token(save), self.folder / CHECKPOINT
         try:
-            return os.stat(self.folder / _temporary(place)).st_size
+            # Not created: if it is gone, somebody has withdrawn it.
+            with open(os.open(token, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                file.write(data)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            if replace:
+                os.rename(token, target)
+            else:
+                _move_new(token, target)
+        except (FileNotFoundError, FileExistsError):
+            return False
+        if sync:
+            self._sync(self.folder)
+        return True
+
+    def withdraw(self, save: str, generation: int) -> bool:
+        try:
+            os.unlink(self._token(save))
         except FileNotFoundError:
-            return -1
+            return False
+        return True
+
+    def published(self) -> list[str]:
+        return [CHECKPOINT]
+
+    def forget_published(self, generation: int, kept: int) -> None:
+        """Has nothing to do: publishing has replaced the file."""
+
+
+def _move_new(path: Path, target: Path) -> None:
+    """Renames a file to a name that must not be there yet.
+
+    Raises:
+        FileExistsError: If it is.
+    """
+    try:
+        os.link(path, target)  # unlike a rename it fails if the name is there
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No links here: an empty file takes the name first, and nobody else can.
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        os.rename(path, target)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
-def _temporary(place: int) -> str:
-    return f".{place:05d}.tmp"
-
-
-def is_leftover(name: str, ranks: int) -> bool:
-    """Returns whether a file is what a save was writing when it was killed.
-
-    Args:
-        name: Its name.
-        ranks: How many ranks save now; those begin their temporary files anew themselves.
-    """
-    if not (name.startswith(".") and name.endswith(".tmp")):
-        return False
-    place = name[1:-4]
-    return not place.isdigit() or int(place) >= ranks
-
-
 class _LocalOut:
-    """A data file under a temporary name, which stays until the save is over.
-
-    The file appears under its name by a hard link, so it can appear under another one when the
-    first turns out to belong to a save that failed; where there are no links, it is renamed.
-    """
+    """A data file that only its save knows of until that is complete."""
 
     in_order = False
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
-        self._path = folder / name
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
 
     def write(self, data: Any, position: int) -> None:
         view = memoryview(data)
-        try:
+        with self._named():
             while view.nbytes:
                 count = os.pwrite(self._fd, view, position)
                 view, position = view[count:], position + count
-        except OSError as error:  # a call with a descriptor does not name the file
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
-    def sync(self) -> None:
+    def finish(self, sync: bool) -> None:
+        with self._named():
+            if sync:
+                os.fsync(self._fd)
+            number, self._fd = self._fd, -1
+            os.close(number)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Names the file in errors of calls that know its descriptor only."""
         try:
-            os.fsync(self._fd)
+            yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
-
-    def publish(self, name: str) -> None:
-        target = self._folder / name
-        if os.path.exists(self._path) and not os.path.samestat(
-            os.stat(self._path), os.fstat(self._fd)
-        ):
-            raise CheckpointError(
-                f"{self._path}: another process writes under this rank's place. Are two ranks at "
-                "one place of the grid, or is an earlier job still saving here?"
-            )
-        try:
-            os.link(self._path, target)
-        except FileExistsError:
-            if not os.path.samefile(self._path, target):
-                raise
-        except OSError as error:
-            if error.errno not in _NO_LINKS or os.path.exists(target):
-                raise
-            os.rename(self._path, target)
-            self._path = target
 
     def discard(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if self._path.name.endswith(".tmp"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
 

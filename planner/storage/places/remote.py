@@ -5,12 +5,13 @@
 | `RemoteFiles` | the files of a checkpoint under a URL |
 
 What an object store does is all that is asked for: an object appears whole when its upload ends,
-objects are copied within the store, read by byte range, listed and deleted. There is no rename and
-no sync. A data file is uploaded from its first byte to its last under a name of the rank's own, and
-the store copies it into the folder of the save.
+objects are created unless they are there, read by byte range, listed and deleted. There is no
+rename and no sync. A data file is uploaded from its first byte to its last.
 """
 
 import contextlib
+import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import fsspec  # type: ignore[import-untyped]
 
 from shardplan.layouts import CheckpointError
 
-from .place import SMALL_FILE, InFile, OutFile
+from .place import CHECKPOINT, SMALL_FILE, WITHDRAWN, InFile, OutFile
 
 
 class RemoteFiles:
@@ -32,6 +33,8 @@ class RemoteFiles:
         self.root = url.rstrip("/")
         self._fs, path = fsspec.core.url_to_fs(self.root)
         self._path = str(path).rstrip("/")
+        put = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
+        self._creates = "mode" in inspect.signature(put).parameters
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path
@@ -56,6 +59,25 @@ class RemoteFiles:
 
     def put(self, name: str, data: bytes, sync: bool = False) -> None:
         self._fs.pipe_file(self._at(name), data)
+
+    def create_new(self, name: str, data: bytes) -> bool:
+        if not self._creates:
+            # Such a store can't tell two savers apart; who saves there has to see to that.
+            if self.read(name) is not None:
+                return False
+            self._fs.pipe_file(self._at(name), data)
+            return True
+        try:
+            self._fs.pipe_file(self._at(name), data, mode="create")
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if _is_conflict(error):
+                return False
+            raise
+        finally:
+            self._forget()
+        return True
 
     def names(self, folder: str) -> list[str]:
         self._forget()
@@ -82,59 +104,95 @@ class RemoteFiles:
             self._fs.rm(self._at(folder), recursive=True)
         self._forget()
 
-    def create(self, place: int, folder: str) -> OutFile:
-        return _Upload(self._fs, self._path, place)
+    def create(self, name: str) -> OutFile:
+        return _Upload(self._fs, self._at(name))
 
     def open(self, name: str) -> InFile:
         self._forget()
         return _Ranges(self._fs, self._at(name), f"{self.root}/{name}")
 
-    def written_bytes(self, place: int) -> int:
-        """Returns -1: nobody can see how far an upload has come."""
-        return -1
+    # There is no rename that could use a token up. Here the name that a save is published under is
+    # the token: it has the number of the save's claim, and only one caller can create it.
+
+    def make_token(self, save: str) -> None:
+        """Has nothing to do: the name is free until somebody takes it."""
+
+    def drop_token(self, save: str) -> None:
+        """Has nothing to do: who will not publish leaves the name free."""
+
+    def publish(self, save: str, generation: int, data: bytes, replace: bool, sync: bool) -> bool:
+        return self.create_new(_published(generation), data)
+
+    def withdraw(self, save: str, generation: int) -> bool:
+        return self.create_new(_published(generation), WITHDRAWN)
+
+    def published(self) -> list[str]:
+        return [name for _, name in self._generations()]
+
+    def _generations(self) -> list[tuple[int, str]]:
+        found = [(int(m[1] or 1), m[0]) for m in map(_PUBLISHED.match, self.names("")) if m]
+        return sorted(found, reverse=True)
+
+    def forget_published(self, generation: int, kept: int) -> None:
+        for number, name in self._generations():
+            if number <= generation - kept or (
+                number < generation and self.read(name) != WITHDRAWN
+            ):
+                self.delete(name)
+
+
+_PUBLISHED = re.compile(r"checkpoint(?:-([1-9][0-9]*))?\.json\Z")
+
+
+def _published(generation: int) -> str:
+    return CHECKPOINT if generation == 1 else f"checkpoint-{generation}.json"
+
+
+def _is_conflict(error: BaseException | None) -> bool:
+    """Whether a store refused to create an object because there is one: S3's 412 and 409."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status in (409, 412)
+        error = error.__cause__
+    return False
 
 
 class _Upload:
-    """An object that is being uploaded under a name of the rank's own."""
+    """An object that is being uploaded; it appears when it is finished."""
 
     in_order = True
 
-    def __init__(self, fs: Any, root: str, place: int) -> None:
+    def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs
-        self._root = root
-        self._own = f"{root}/.{place:05d}.tmp"
-        self._stream: Any = None
+        self._path = path
+        self._stream: Any = fs.open(path, "wb")
         self._position = 0
 
     def write(self, data: Any, position: int) -> None:
-        if self._stream is None:
-            self._stream = self._fs.open(self._own, "wb")
         if position != self._position:
             raise CheckpointError(
-                f"{self._own}: byte {position} is written after byte {self._position}, and an "
+                f"{self._path}: byte {position} is written after byte {self._position}, and an "
                 "object store takes bytes in order only"
             )
         self._stream.write(data)
         self._position += len(data)
 
-    def sync(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def publish(self, name: str) -> None:
-        self.sync()
-        self._fs.cp_file(self._own, f"{self._root}/{name}")
+    def finish(self, sync: bool) -> None:
+        stream, self._stream = self._stream, None
+        stream.close()
 
     def discard(self) -> None:
-        if self._stream is not None:
-            with contextlib.suppress(Exception):
-                self._stream.discard()
-            with contextlib.suppress(Exception):  # a memory file is only ever closed by itself
-                self._stream.closed = True  # else it would be uploaded when it is collected
-            self._stream = None
+        if self._stream is None:
+            return
         with contextlib.suppress(Exception):
-            self._fs.rm_file(self._own)
+            self._stream.discard()
+        with contextlib.suppress(Exception):  # a memory file is only ever closed by itself
+            self._stream.closed = True  # else it would be uploaded when it is collected
+        self._stream = None
+        with contextlib.suppress(Exception):
+            self._fs.rm_file(self._path)
 
 
 class _Ranges:

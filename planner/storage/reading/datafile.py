@@ -32,6 +32,7 @@ class DataFile:
         stats: Counts what is read.
         expected: How long its header with its length may be, in bytes: files of one save have
             headers of nearly one length.
+        late: Whether it is the rank's second file.
 
     Attributes:
         where: Its name with the checkpoint's, for errors.
@@ -44,9 +45,15 @@ class DataFile:
     """
 
     def __init__(
-        self, files: Files, commit: Commit, place: int, stats: Stats, expected: int = 0
+        self,
+        files: Files,
+        commit: Commit,
+        place: int,
+        stats: Stats,
+        expected: int = 0,
+        late: bool = False,
     ) -> None:
-        name = data_name(commit.save, place, commit.ranks)
+        name = data_name(commit.save, place, commit.ranks, late)
         self.where = f"{files.root}/{name}"
         self.rank = commit.rank(place)
         self.file = files.open(name)

@@ -38,8 +38,10 @@ from ...planning.manifest import (
     StageManifest,
     Stored,
     all_value_names,
+    stored_extra,
     value_names,
 )
+from ...planning.ownership import Ownership
 from ...state.entries import Path, Place, stock_path
 
 Around = tuple[str, str]
@@ -88,11 +90,13 @@ class StageKeys:
     """What each key of a stage stands for.
 
     Args:
-        manifest: The stage's manifest, complete with what all of its ranks vouch for.
+        manifest: The stage's manifest.
+        rules: The numbers of ownership of the save.
     """
 
-    def __init__(self, manifest: StageManifest) -> None:
+    def __init__(self, manifest: StageManifest, rules: Ownership) -> None:
         self._manifest = manifest
+        self._rules = rules
         self._extras = {extra.key: extra for extra in manifest.extras}
         self._values: dict[Around, list[_Values]] = {}
         for kind, members in manifest.groups.items():
@@ -154,11 +158,13 @@ class StageKeys:
         Raises:
             CheckpointError: If the chunks of all ranks do not cover a tensor exactly once.
         """
-        dtype = origin.dtype if isinstance(origin, Extra) else origin.kind.dtype
+        if isinstance(origin, Extra):
+            return stored_extra(origin)
+        dtype = origin.kind.dtype
         if dtype is None:
             return BytesStorageMetadata()
-        if isinstance(origin, Extra) or origin.kind.role != SHARD:
-            shape = origin.shape if isinstance(origin, Extra) else origin.kind.shape
+        if origin.kind.role != SHARD:
+            shape = origin.kind.shape
             size = torch.Size(shape)
             chunks = [ChunkStorageMetadata(torch.Size([0] * len(shape)), size)]
         else:
@@ -173,27 +179,13 @@ class StageKeys:
         lists = self._lists.get((kind.chunk, layout.family))
         if lists is None:
             grid = self._manifest.chunks[kind.chunk].grids.of(layout.family)
-            lists = self._lists[kind.chunk, layout.family] = ChunkLists(grid)
+            lists = self._lists[kind.chunk, layout.family] = ChunkLists(grid, self._rules)
         made = lists.of(layout, kind.itemsize)
         tensors = self._tensors.get(id(made))
         if tensors is None:
             tensors = {(frame.suffix, frame.expert): (size, chunks) for frame, size, chunks in made}
             self._tensors[id(made)] = tensors  # `lists` keeps what it made
         return tensors[laid.suffix, laid.expert]
-
-    def names(self) -> Iterator[str]:
-        """Yields the names of parameters that have values, some twice, and the other keys."""
-        yield from self._extras
-        for several in self._values.values():
-            for values in several:
-                rows = self._names(values).rows
-                for index in values.members:
-                    for row in rows[index]:
-                        yield row.name
-
-    def arounds(self) -> list[Around]:
-        """Returns what stands around the names in keys."""
-        return list(self._values)
 
     def _names(self, values: _Values) -> _Names:
         if values.known is None:

@@ -11,7 +11,7 @@ the turns of the small ones are dealt once more for those replicas only.
 
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from shardplan.layouts import CheckpointError, Grid
 from shardplan.layouts.layout import evaluate
@@ -19,33 +19,24 @@ from shardplan.layouts.slab import Shape
 from shardplan.layouts.stages import Stage
 
 from ...planning.manifest import OBJECT, SHARD, Extra, Laid, StageManifest, value_names
-from ...planning.ownership import Turns, parts, take, value_writers, writer_of_value
-from ...saving.messages import PER_RANK
+from ...planning.ownership import Ownership, Turns, parts, take, value_writers, writer_of_value
 from ..format.commit import Commit
 
-# Bytes that a Python value counts for in the turns of replicas; see planner/saving/writing.py.
-_OBJECT_NBYTES = 64
 _Box = tuple[str, int | None, Shape]
 _Owner = int | Grid
-
-
-class Stages(Protocol):
-    """The manifests of a checkpoint's pipeline stages, by number."""
-
-    def __getitem__(self, stage: int, /) -> StageManifest: ...
 
 
 class Owners:
     """The place of the rank that wrote a chunk or a value.
 
     Args:
-        commit: What the checkpoint says of its ranks.
-        stages: The manifests of its stages.
+        commit: What `checkpoint.json` says.
     """
 
-    def __init__(self, commit: Commit, stages: Stages) -> None:
+    def __init__(self, commit: Commit) -> None:
         self._commit = commit
-        self._stages = stages
+        self._stages = commit.stages
+        self._rules = commit.ownership
         self._boxes: dict[tuple[Any, ...], dict[_Box, _Owner]] = {}
         self._turns: dict[tuple[Any, ...], dict[tuple[str, Shape | None], int]] = {}
         self._starts: dict[tuple[int, int, str], Grid] = {}
@@ -63,7 +54,7 @@ class Owners:
             CheckpointError: If the manifest has no such chunk.
         """
         if isinstance(origin, Extra):
-            return self._of_extra(stage, origin)
+            return _of_extra(origin, key, offsets)
         if origin.kind.role == SHARD and offsets is not None:
             return self._of_chunk(stage, origin, key, offsets)
         return self._of_value(stage, origin, key, offsets)
@@ -99,23 +90,6 @@ class Owners:
             grid = _spread(grid, axes, self._turn(stage, laid, grid, axes, key, offsets))
         return self._place(laid, grid)
 
-    def _of_extra(self, stage: int, extra: Extra) -> int:
-        """Returns the place of the rank that wrote a value which belongs to no parameter."""
-        if extra.writer is not None:
-            return extra.writer
-        grids = self._stages[stage].chunks[0].grids
-        grid = grids.dense
-        coordinate = {axis: 0 for axis in grid.axes if axis != "pp"}
-        if extra.digest == PER_RANK:
-            label, _, index = str(extra.path[-1]).rpartition("_")
-            axes = grid.axes if label == "rank" else tuple(label.split("-"))
-            family = "dense" if set(axes) <= set(grid.axes) else "expert"
-            grid = grids.of(family)
-            start = grid.at(**{axis: 0 for axis in grid.axes if axis != "pp"})
-            found = _spread(start, axes, int(index))
-            return self._commit.place(0, family, found.linear(found.axes))
-        return self._commit.place(0, "dense", grid.at(**coordinate).linear(grid.axes))
-
     def _place(self, laid: Laid, grid: Grid) -> int:
         return self._commit.place(laid.kind.chunk, laid.layout.family, grid.linear(grid.axes))
 
@@ -148,7 +122,7 @@ class Owners:
                 own = self._place(laid, grid) if replicas == 1 else grid
                 for frame in evaluate(layout.stages, grid, layout.fqn):
                     for box in frame.boxes:
-                        cuts = parts(box.sizes, itemsize, replicas)
+                        cuts = parts(box.sizes, itemsize, replicas, self._rules)
                         if cuts is None:
                             owners[frame.suffix, frame.expert, box.offsets] = own
                         for number, cut in enumerate(cuts or ()):
@@ -172,7 +146,7 @@ class Owners:
         ident = (stage, chunk, family, grid.coordinate, axes)
         turns = self._turns.get(ident)
         if turns is None:
-            slabs = list(_small(self._stages[stage], chunk, family, grid, axes))
+            slabs = list(_small(self._stages[stage], chunk, family, grid, axes, self._rules))
             slabs.sort(key=lambda s: (-s[0], s[1]))
             dealt = Turns(grid.count(axes))
             turns = {(name, at): dealt.deal(nbytes) for nbytes, name, at in slabs}
@@ -191,8 +165,25 @@ def _spread(grid: Grid, axes: tuple[str, ...], position: int) -> Grid:
     return grid.at(**indices)
 
 
+def _of_extra(extra: Extra, key: str, offsets: Shape | None) -> int:
+    """Returns the place of the rank that wrote a value which belongs to no parameter."""
+    for start, _, place in extra.boxes or ():
+        if start == offsets:
+            return place
+    if extra.writer is None:
+        raise CheckpointError(
+            f"{key}: the manifest has no chunk at {offsets}. The metadata is another checkpoint's."
+        )
+    return extra.writer
+
+
 def _small(
-    manifest: StageManifest, chunk: int, family: str, grid: Grid, axes: tuple[str, ...]
+    manifest: StageManifest,
+    chunk: int,
+    family: str,
+    grid: Grid,
+    axes: tuple[str, ...],
+    rules: Ownership,
 ) -> Iterator[tuple[int, str, Shape | None]]:
     """Yields size, key and offsets of all that the replicas at a coordinate take turns in."""
     replicas = grid.count(axes)
@@ -206,7 +197,7 @@ def _small(
             if layout.family != family or layout.replica_axes(grid) != axes:
                 continue
             if kind.role != SHARD or kind.dtype is None:
-                nbytes = _OBJECT_NBYTES if kind.role == OBJECT else kind.itemsize
+                nbytes = rules.object_nbytes if kind.role == OBJECT else kind.itemsize
                 offsets = None if kind.dtype is None else (0,) * len(kind.shape)
                 if writer_of_value(layout, grid):
                     for name in value_names(layout, grid):
@@ -219,7 +210,7 @@ def _small(
                     (f.suffix, f.expert, math.prod(b.sizes) * kind.itemsize, b.offsets)
                     for f in evaluate(layout.stages, grid, layout.fqn)
                     for b in f.boxes
-                    if parts(b.sizes, kind.itemsize, replicas) is None
+                    if parts(b.sizes, kind.itemsize, replicas, rules) is None
                 ]
             for suffix, expert, nbytes, at in boxes:
                 yield nbytes, kind.place.key(layout.key_of(suffix, expert)), at

@@ -1,153 +1,150 @@
-"""Joins what all ranks told of a save, and checks that they planned one checkpoint.
+"""From what all ranks planned to the contents of `checkpoint.json`."""
 
-| name | does |
-|---|---|
-| `commit_of` | the `Commit` of a save from its ranks' markers |
-"""
-
-import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from torch.distributed.checkpoint.metadata import Metadata
+from shardplan.layouts import RanksDisagreeError
+from shardplan.layouts.slab import Shape
 
-from shardplan.layouts import CheckpointError
-from shardplan.layouts.errors import summary
-
-from ...planning.manifest import StageManifest
+from ...planning.manifest import Extra
 from ...save import checkpoint_metadata
+from ...saving.agreement import Agreement, compare
+from ...saving.messages import PER_RANK, PlanMessage
+from ...state.entries import key_of
+from ...state.per_rank import PerRank, Seat
 from ...without_gc import without_gc
-from ..format.claims import Groups
-from ..format.commit import Commit, groups_from_json, part_name
-from ..format.index import KeyIndex
-from ..format.sums import block_sum
-from ..places.files import Files
-from ..reading.keys import StageKeys
-from ..reading.parts import read_stages
-from .session import Marker
+from ..format.commit import Commit
 
 
-class PlansDiffer(CheckpointError):
-    """Ranks of one stage do not plan the same checkpoint."""
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What all ranks' messages make together.
+
+    Attributes:
+        commit: What `checkpoint.json` will say.
+        late: By place, the keys that a rank has yet to write, since only now it is known that no
+            rank before it holds them.
+    """
+
+    commit: Commit
+    late: dict[int, list[str]]
 
 
-def commit_of(
-    files: Files, save: str, markers: Sequence[Marker], agreed: Metadata | None = None
-) -> Commit:
-    """Returns what makes a save complete, once its ranks turn out to have planned one checkpoint.
+class PlansDiffer(RanksDisagreeError):
+    """Ranks of one pipeline stage have other layouts.
+
+    Attributes:
+        place: Place of the first rank that differs.
+        other: The manifest of its stage's first rank.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement.fault)
+        self.place, self.other = next(
+            (place, reply.other)
+            for place, reply in enumerate(agreement.replies)
+            if reply.other is not None
+        )
+
+
+def join(save: str, messages: Sequence[tuple[PlanMessage, int]], together: bool) -> Joined:
+    """Returns what a save comes to, once its ranks turn out to have planned one checkpoint.
 
     Args:
-        files: Where the checkpoint lies.
         save: Id of the save.
-        markers: Those of all ranks.
-        agreed: The metadata that ranks agreed on in the plan step, where there was one.
+        messages: Each rank's message, with its number.
+        together: Whether the ranks exchanged plans before they wrote, so that none is late.
 
     Raises:
-        CheckpointError: If ranks disagree, two have one place, two values have one key, or a value
-            is in no manifest, so that no reader would find it.
+        RanksDisagreeError: If ranks disagree, or two are at one place.
+        CheckpointError: If two values have one key, or a tensor is not covered.
     """
-    markers = sorted(markers, key=lambda marker: marker.place)
-    _check_places(markers)
-    leaders: dict[int, Marker] = {}
-    groups: dict[int, Groups] = {}
-    faults = []
-    for marker in markers:
-        leader = leaders.setdefault(marker.stage, marker)
-        if marker.digest != leader.digest:
-            faults.append(
-                f"ranks {leader.rank} and {marker.rank} of pipeline stage {marker.stage} do not "
-                "plan the same checkpoint"
-            )
-        if marker.groups:
-            told = groups.setdefault(marker.stage, {})
-            for kind, members in groups_from_json(marker.groups).items():
-                told[kind] = told[kind].union(members) if kind in told else members
-    if faults:
-        raise PlansDiffer(
-            f"{summary(faults)}. Nothing was saved. The error of a rank that differs names the "
-            "difference."
-        )
-    if sorted(leaders) != list(range(len(leaders))):
-        raise CheckpointError(f"the ranks name the pipeline stages {sorted(leaders)}")
-    names = [part_name(save, stage) for stage in sorted(leaders)]
-    raws = [files.read(name) for name in names]
-    missing = [name for name, raw in zip(names, raws, strict=True) if raw is None]
-    if missing:
-        raise CheckpointError(f"{files.root}: no part of the manifest at {', '.join(missing)}")
-    commit = Commit(
-        save,
-        len(markers),
-        tuple(block_sum(raw).hex() for raw in raws if raw is not None),
-        tuple(groups.get(stage, {}) for stage in sorted(leaders)),
-        _tables(markers),
-        None
-        if all(marker.rank == marker.place for marker in markers)
-        else tuple(marker.rank for marker in markers),
-    )
+    ordered = sorted(messages, key=lambda m: m[0].place)
+    plans = [message for message, _ in ordered]
     with without_gc():
-        stages, _ = read_stages(files, commit)
-        metadata = checkpoint_metadata(stages)
-        if len(stages) > 1:
-            commit = replace(commit, index=_index(stages))
-    known = metadata.state_dict_metadata
-    unknown = [] if agreed is None else [k for k in agreed.state_dict_metadata if k not in known]
-    if unknown:
-        raise CheckpointError(
-            f"{summary(unknown)}: in no manifest of layouts, since only the ranks that hold it know "
-            "of it. Save it with torch's FileSystemWriter, or pass the provider that knows how it "
-            "is cut."
-        )
-    return commit
+        agreement = compare(plans)
+        if agreement.fault:
+            raise PlansDiffer(agreement)
+        extras = _extras(agreement, plans)
+        stages = [replace(stage, extras=()) for stage in agreement.stages]
+        stages[0] = replace(stages[0], extras=extras)
+        checkpoint_metadata(stages)  # raises where keys meet or chunks do not cover a tensor
+    late: dict[int, list[str]] = {}
+    if not together:
+        for place, reply in enumerate(agreement.replies):
+            if reply.write:
+                late[place] = sorted(reply.write)
+        written = {(place, key) for place, keys in late.items() for key in keys}
+        extras = tuple(replace(e, late=(e.writer, e.key) in written) for e in extras)
+        stages[0] = replace(stages[0], extras=extras)
+    numbers = tuple(rank for _, rank in ordered)
+    digests = {m.grids[0].stage: m.digest for m in plans if m.grids[0].leads_stage}
+    return Joined(
+        Commit(
+            save,
+            len(plans),
+            tuple(stages),
+            tuple(digest for _, digest in sorted(digests.items())),
+            _tables(plans),
+            None if numbers == tuple(range(len(numbers))) else numbers,
+        ),
+        late,
+    )
 
 
-def _index(stages: Sequence[StageManifest]) -> KeyIndex:
-    """Returns what tells a reader in which stage's part a key is."""
-    keys = [StageKeys(stage) for stage in stages]
-    arounds = [pair for own in keys for pair in own.arounds()]
-    return KeyIndex.of(arounds, [own.names() for own in keys])
+def _extras(agreement: Agreement, plans: Sequence[PlanMessage]) -> tuple[Extra, ...]:
+    """Returns the values that belong to no parameter, each with the place of its writer."""
+    leads = {m.grids[0].stage: m.place for m in plans if m.grids[0].leads_stage}
+    per_rank = _writers_of_own(plans)
+    found: dict[str, Extra] = {}
+    for (_, lead), stage in zip(sorted(leads.items()), agreement.stages, strict=True):
+        for extra in stage.extras:
+            writer = per_rank[extra.key] if extra.digest == PER_RANK else extra.writer
+            writer = lead if writer is None else writer
+            found.setdefault(extra.key, replace(extra, writer=writer))
+    boxes: dict[str, dict[Shape, tuple[Shape, int]]] = {}
+    for place, (message, reply) in enumerate(zip(plans, agreement.replies, strict=True)):
+        for path, said in message.told.described:
+            key = key_of(path)
+            own = boxes.setdefault(key, {})
+            for offsets, sizes in said.parts:
+                if (key, offsets) not in reply.skip_boxes:
+                    own.setdefault(offsets, (sizes, place))
+            if said.shape is not None:
+                found[key] = Extra(path, "", said.dtype, said.shape)
+    for key, own in boxes.items():
+        parts = tuple((offsets, sizes, place) for offsets, (sizes, place) in own.items())
+        found[key] = replace(found[key], boxes=parts)
+    return tuple(extra for _, extra in sorted(found.items()))
 
 
-def _check_places(markers: Sequence[Marker]) -> None:
-    faults = [
-        f"ranks {a.rank} and {b.rank} are both at place {a.place}"
-        for a, b in itertools.pairwise(markers)
-        if a.place == b.place
-    ]
-    faults += [
-        f"rank {m.rank} plans for {m.ranks} ranks, but {len(markers)} save"
-        for m in markers
-        if m.ranks != len(markers)
-    ]
-    if faults:
-        raise CheckpointError(
-            f"the ranks' grids do not fit together: {summary(faults)}. Give every planner the "
-            "pg_collection or grid of its own rank, and save from all of these ranks."
-        )
+def _writers_of_own(plans: Sequence[PlanMessage]) -> dict[str, int]:
+    """Returns the place of the rank that wrote each `PerRank` value, by its key."""
+    found: dict[str, int] = {}
+    for message in plans:
+        for key, label, _ in message.told.per_rank:
+            value = PerRank(None, None if label == "rank" else label.split("-"))
+            if Seat(key, value, message.grids[0]).first:
+                found.setdefault(key, message.place)
+    return found
 
 
-def _tables(markers: Sequence[Marker]) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
+def _tables(plans: Sequence[PlanMessage]) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
     """Returns for each chunk the place of the rank at each position of its two grids."""
     tables = []
-    for chunk in range(max(len(marker.positions) for marker in markers)):
+    for chunk in range(max(len(message.grids) for message in plans)):
         pair: list[tuple[int, ...] | None] = []
-        for family in (0, 1):
-            at: dict[int, Marker] = {}
-            for marker in markers:
-                if chunk >= len(marker.positions):
-                    continue
-                position = marker.positions[chunk][family]
-                other = at.setdefault(position, marker)
-                if other is not marker:
-                    raise CheckpointError(
-                        f"ranks {other.rank} and {marker.rank} are at one position of the "
-                        f"{('dense', 'expert')[family]} grid ({position}). Give every planner the "
-                        "pg_collection or grid of its own rank."
-                    )
-            if all(position == marker.place for position, marker in at.items()):
+        for family in ("dense", "expert"):
+            at: dict[int, int] = {}
+            for place, message in enumerate(plans):
+                if chunk < len(message.grids):
+                    grid = message.grids[chunk].of(family)
+                    at[grid.linear(grid.axes)] = place
+            if all(position == place for position, place in at.items()):
                 pair.append(None)
                 continue
             # Positions that only stages without this chunk have are never asked for.
-            spare = iter({m.place for m in markers} - {m.place for m in at.values()})
-            pair.append(tuple(at[p].place if p in at else next(spare) for p in range(len(markers))))
+            spare = iter(set(range(len(plans))) - set(at.values()))
+            pair.append(tuple(at[p] if p in at else next(spare) for p in range(len(plans))))
         tables.append(tuple(pair))
     return tuple(tables) if any(table for pair in tables for table in pair) else ()

@@ -1,205 +1,327 @@
-"""How ranks end a save together without a message: small files that they look for.
-
-| name | is |
-|---|---|
-| `Session` | one rank's view of one save |
-| `Marker` | what a rank leaves to say that its data file is complete |
+"""One rank's part in a save without messages: small files in the save's own folder.
 
 | file | written by | says |
 |---|---|---|
-| `.save.json` | the leader | the save's id, and whether it is open or was given up |
-| `<save>/<place>.ready` | every rank | its data file and manifest part are complete and synced |
+| `<save>/<place>.beat` | every rank, first once and then again and again | this place is taken; this rank is alive |
+| `<save>/<place>.ready` | every rank | its data file is complete, and what it planned |
 | `<save>/<place>.failed` | a rank that failed | its error |
-| `checkpoint.json` | the leader, last | the save is complete |
+| `<save>/ask.json` | the leader, seldom | what it asks of which rank, when it has compared all reports |
+| `<save>/<place>.answer` | such a rank | its answer |
 
-The leader (place 0) draws the id anew for every attempt, and a rank counts only if its file stands in the folder
-of that id. So what an earlier attempt left behind is never taken for a part of this one, even by a
-rank that looked before the leader had begun: it sees the id change, and puts its file there again.
-
-Only the leader deletes what has been put into a save's folder, and only when it gives the save up or
-opens another: a rank that stopped waiting can't know whether its file is part of a checkpoint by now.
+The leader (place 0) claims the folder, waits for all ranks, compares what they planned, and publishes;
+see `claim`. A rank that fails leaves its error and waits for nobody.
 """
 
 import contextlib
 import json
-import secrets
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, SaveConflictError
 from shardplan.layouts.errors import summary
 
-from ..format.commit import CHECKPOINT, Commit, is_save, parse, read_commit
-from ..places.files import Files, is_leftover
+from ..folder import look
+from ..format.commit import Commit, parse
+from ..places.files import Files
+from . import claim as claims
+from .claim import Claim, beat_name
+from .identity import Identity
+from .process import this_process
+from .watch import WALL, Clock, Watch
 
-STATUS = ".save.json"
-_OPEN, _FAILED = "open", "failed"
-# Nobody waits longer than this between two looks, in seconds.
-_LONGEST_PAUSE = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """What a rank leaves to say that its data file is complete.
-
-    Attributes:
-        place: Its place.
-        rank: Its rank.
-        ranks: How many it thinks there are.
-        stage: Its pipeline stage.
-        digest: Digest of its stage's layouts and extras.
-        positions: Its positions on the dense and the expert grid of each chunk of the model.
-        groups: What it vouches for, as in `Commit.encode`; empty for a stage's first rank.
-        nbytes: Size of its data file.
-    """
-
-    place: int
-    rank: int
-    ranks: int
-    stage: int
-    digest: str
-    positions: tuple[tuple[int, int], ...]
-    groups: tuple[Any, ...] = ()
-    nbytes: int = 0
-
-    def encode(self) -> bytes:
-        """Returns the marker as a file's contents."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps(values, separators=(",", ":")).encode()
-
-    @classmethod
-    def decode(cls, where: str, raw: bytes) -> "Marker":
-        """Returns the marker that `encode` wrote.
-
-        Raises:
-            CheckpointError: If it is none.
-        """
-        data = parse(where, raw)
-        try:
-            positions = tuple((int(d), int(e)) for d, e in data.pop("positions"))
-            return cls(positions=positions, groups=tuple(data.pop("groups")), **data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{where}: no marker of a rank: {error!r}") from None
+_ASK = "ask.json"
 
 
 class Session:
-    """One rank's view of one save.
+    """One rank's part in a save without messages.
 
     Args:
         files: Where the checkpoint lies.
+        identity: The save's identity.
         place: This rank's place.
-        leads: Whether this rank opens and completes the save; all others follow it.
         ranks: How many ranks save.
-        timeout: Seconds without any sign of life from those who are waited for, before giving up.
+        timeout: Seconds without a sign of life from those who are waited for, before giving up.
         overwrite: Whether a complete checkpoint may be replaced.
+        leads: Whether this rank claims and completes the save; by default place 0 does.
+        clock: What time it is.
+
+    Attributes:
+        save: Id of the save; a follower without a process group learns it in `begin`.
     """
 
     def __init__(
-        self, files: Files, place: int, leads: bool, ranks: int, timeout: float, overwrite: bool
+        self,
+        files: Files,
+        identity: Identity,
+        place: int,
+        ranks: int,
+        timeout: float,
+        overwrite: bool,
+        leads: bool | None = None,
+        clock: Clock = WALL,
     ) -> None:
         self.files = files
+        self.save = identity.save or ""
         self.place = place
-        self.leads = leads
         self.ranks = ranks
         self.timeout = timeout
-        self.old: str | None = None
-        self.save: str | None = None
-        self._stale: set[str] = set()
-        self._seen: set[str] = set()
-        self._failed: list[str] = []
-        self._beat = 0
-        self._begin(overwrite)
+        self.leads = place == 0 if leads is None else leads
+        self._identity = identity
+        self._overwrite = overwrite
+        self._clock = clock
+        self._claim: Claim | None = None
+        self._replaced: Commit | None = None
+        self._generation = 0  # of the claim, where another rank leads
+        self._beats = 0
+        # The leader shows more often that it lives: savers of other launches wait for it.
+        self._every = min(timeout / 8, 2.0) if self.leads else timeout / 8
+        self._over = threading.Event()
 
-    def _begin(self, overwrite: bool) -> None:
-        commit = read_commit(self.files) if overwrite else self._refuse()
-        self.old = None if commit is None else commit.save
-        self.files.make_folder("")
-        status = self._status()
-        if status is not None and status["state"] == _OPEN:
-            self._seen.add(status["save"])
-        elif status is not None:
-            self._stale.add(status["save"])
-            self._failed = [*status["failed"], status["save"]][-8:]
-        if self.leads:
-            self.open(secrets.token_hex(8))
+    def __del__(self) -> None:
+        # A save that nobody ended, such as one whose plan was refused, must not look alive.
+        if not self._over.is_set():
+            with contextlib.suppress(Exception):
+                self.fail(CheckpointError("it was given up before it was written"))
 
-    def _refuse(self) -> Commit | None:
-        if self.files.read(CHECKPOINT) is not None or self.files.read(".metadata") is not None:
-            raise CheckpointError(
-                f"{self.files.root}: holds a complete checkpoint. Save elsewhere, or pass "
-                "overwrite=True to SafetensorsWriter; then it is replaced once the new one is "
-                "complete."
-            )
-        return None
+    def look(self) -> None:
+        """Refuses a folder whose checkpoint may not be replaced, before anything is written."""
+        look(self.files, self._overwrite)
 
-    def open(self, save: str) -> None:
-        """Announces a save; called by the leader. What failed saves left behind is deleted."""
-        self.save = save
-        self.files.make_folder(save)
-        self._tell(_OPEN)
-        for name in self.files.names(""):
-            if is_save(name) and name not in (save, self.old):
-                self.files.delete_folder(name)
-            elif is_leftover(name, self.ranks):
-                self.files.delete(name)
+    def begin(self, alive: bool = True) -> None:
+        """Takes this rank's place in the save; the leader claims the folder first.
 
-    def _tell(self, state: str, error: str = "") -> None:
-        self._beat += 1
-        status = {
-            "save": self.save,
-            "state": state,
-            "beat": self._beat,
-            "error": error,
-            "failed": self._failed,
-        }
-        self.files.put(STATUS, json.dumps(status).encode())
-
-    def _status(self) -> dict[str, Any] | None:
-        raw = self.files.read(STATUS)
-        if not raw:
-            return None
-        try:
-            status = parse(STATUS, raw)
-        except CheckpointError:
-            return None  # of an attempt that was cut off
-        known = {"state": "", "error": "", "failed": [], **status}
-        return known if is_save(str(known.get("save"))) else None
-
-    def current(self) -> str | None:
-        """Returns the id of the save that is open now, None if the leader has not begun yet."""
-        if self.leads:
-            return self.save
-        status = self._status()
-        if status is None or status["state"] != _OPEN or status["save"] in self._stale:
-            return None
-        save = str(status["save"])
-        return None if save == self.old else save
-
-    def awaited(self) -> str:
-        """Returns the id of the save that is open, once the leader has begun.
+        Args:
+            alive: Whether a thread gives signs of life until the session is over.
 
         Raises:
-            CheckpointError: If the save failed, or does not begin.
+            CheckpointExistsError: If a complete checkpoint is there and may not be replaced.
+            SaveConflictError: If another save is under way, or another rank has this place.
         """
-        watch = _Watch(self.timeout)
-        while (save := self.current()) is None:
-            status = self._status()
-            if status is not None:
-                self._raise_if_failed(status)
-            if not watch.pause(status):
-                raise self._no_leader()
-        return save
-
-    def _raise_if_failed(self, status: dict[str, Any]) -> None:
-        if status["save"] in self._stale:
-            return
-        if status["state"] == _FAILED or self._seen.intersection(status["failed"]):
-            raise CheckpointError(
-                f"{self.files.root}: the save failed, and what was there before is as it "
-                f"was: {status['error']}"
+        self.look()
+        if not self.save:
+            self.save = self._adopt().save
+        if not self.leads and self._leader_error() is not None:
+            raise self._given_up()
+        self.files.make_folder(self.save)
+        own = json.dumps(this_process()).encode()
+        if not self.files.create_new(beat_name(self.save, self.place), own):
+            raise SaveConflictError(
+                f"{self.files.root}: place {self.place} of save {self.save} is taken. Are two ranks "
+                "at one place of the grid, or was save_id= given to an earlier save too? Give every "
+                "planner the pg_collection or grid of its own rank, and every save an id of its own."
             )
+        if alive:
+            life = (weakref.ref(self), self._over, self._every)
+            threading.Thread(target=_live, args=life, name="shardplan-alive", daemon=True).start()
+        if self.leads:  # while this waits for another save, its followers see that it lives
+            self._claim, self._replaced = claims.take(
+                self.files,
+                self._identity,
+                self.place,
+                self._overwrite,
+                self.timeout,
+                self._every,
+                self._clock,
+            )
+
+    def beat(self) -> None:
+        """Gives a sign of life."""
+        self._beats += 1
+        self.files.put(beat_name(self.save, self.place), str(self._beats).encode())
+
+    def _adopt(self) -> Claim:
+        """Waits for the claim of this launch's leader, where there is no process group to ask."""
+        watch = self._watch("place 0 to begin the save")
+        while True:
+            for number in reversed(claims.claims(self.files)[-2:]):
+                found = claims.read_claim(self.files, number)
+                taken = found.save and self.files.read(beat_name(found.save, self.place))
+                if (
+                    found.launch == self._identity.launch
+                    and found.state == claims.OPEN
+                    and not taken
+                ):
+                    return found
+            if not watch.pause(None):
+                raise self._no_leader()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends this rank's part after an error, and lets the other ranks know; waits for nobody."""
+        self._over.set()
+        with contextlib.suppress(OSError):
+            if self._claim is not None:
+                if claims.is_published(self.files, self.save):
+                    return  # what failed came after the one step that counts
+                claims.end(
+                    self.files, self._claim, f"rank {self.place} failed with {described(error)}"
+                )
+                self.files.delete_folder(self.save)
+            elif self.ranks == 1:
+                if self.save:
+                    self.files.delete_folder(self.save)
+            elif self.save and not self._leader_failed():
+                self.files.make_folder(self.save)
+                raw = json.dumps({"error": described(error)}).encode()
+                self.files.put(f"{self.save}/{self.place:05d}.failed", raw)
+
+    def _leader_failed(self) -> bool:
+        return not self.leads and self._leader_error() is not None
+
+    def _leader_error(self) -> str | None:
+        """Returns why the leader gave up, None if it has not."""
+        raw = self.files.read(f"{self.save}/{0:05d}.failed")
+        if raw is not None:
+            return f"rank 0 failed with {parse('00000.failed', raw).get('error')}"
+        own = self._own_claim()
+        if own is not None and own.state == claims.ENDED:
+            return own.error
+        return None
+
+    def _own_claim(self) -> Claim | None:
+        """Returns this save's claim, None if the leader has not made it yet."""
+        known = self._claim
+        if known is not None:
+            return claims.read_claim(self.files, known.generation)
+        if self._generation:
+            return claims.read_claim(self.files, self._generation)
+        for number in reversed(claims.claims(self.files)):
+            found = claims.read_claim(self.files, number)
+            if found.save == self.save:
+                self._generation = number
+                return found
+            self._check_count(found)
+        return None
+
+    def _check_count(self, found: Claim) -> None:
+        """Notices that the leader is at a later save than this rank, which has missed one."""
+        own = self._identity
+        same = found.launch == own.launch and found.state == claims.OPEN
+        if same and own.counter and found.count > own.count:
+            own.catch_up(found.count)
+            error = SaveConflictError(
+                f"{self.files.root}: rank 0 is at save {found.count} of this folder, and place "
+                f"{self.place} at save {own.count}, so it has missed one. Nothing was saved. Save "
+                "again, on all ranks: they agree from now on."
+            )
+            with contextlib.suppress(OSError):
+                raw = json.dumps({"error": described(error)}).encode()
+                self.files.put(f"{found.save}/{self.place:05d}.failed", raw)
+            raise error
+
+    def ready(self, report: bytes) -> None:
+        """Says that this rank's data file is complete.
+
+        Args:
+            report: What the rank planned.
+        """
+        self.files.put(f"{self.save}/{self.place:05d}.ready", report)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Returns why the save's own folder is gone, if that is what an error is about."""
+        if not isinstance(error, FileNotFoundError) or self.files.names(self.save):
+            return error
+        if self._claim is not None:
+            return claims.taken_over(self.files, self._claim)
+        return error if self._leader_error() is None else self._given_up()
+
+    def _given_up(self) -> CheckpointError:
+        error = self._leader_error() or "the leader gave it up"
+        return CheckpointError(
+            f"{self.files.root}: the save failed, and what was there before is as it was: {error}"
+        )
+
+    def gather(self) -> list[bytes]:
+        """Waits for all ranks and returns their reports by place; called by the leader.
+
+        Raises:
+            CheckpointError: If a rank failed, or gave no sign of life.
+        """
+        return self._collect("ready", range(self.ranks))
+
+    def _collect(self, kind: str, places: Any) -> list[bytes]:
+        waited: list[int] = list(places)
+        watch = self._watch(f"ranks {_some(waited)} to write")
+        while True:
+            names = self.files.names(self.save)
+            failed = sorted(name for name in names if name.endswith(".failed"))
+            if failed:
+                raise CheckpointError(summary(self._failure(name) for name in failed))
+            there = {name for name in names if name.endswith(f".{kind}")}
+            missing = [p for p in waited if f"{p:05d}.{kind}" not in there]
+            if not missing:
+                found = [self.files.read(f"{self.save}/{p:05d}.{kind}") for p in waited]
+                if all(raw is not None for raw in found):
+                    return [raw for raw in found if raw is not None]
+            alive = [self.files.read(beat_name(self.save, place)) for place in missing[:16]]
+            watch.awaited = f"ranks {_some(missing)} to write, of {self.ranks}"
+            if not watch.pause((len(missing), *alive)):
+                raise CheckpointError(
+                    f"{self.files.root}: {len(missing)} of {self.ranks} ranks gave no sign of life "
+                    f"for {self.timeout} s: {_some(missing)}. Look for their own errors, or raise "
+                    "timeout=."
+                )
+
+    def _failure(self, name: str) -> str:
+        raw = self.files.read(f"{self.save}/{name}") or b"{}"
+        return f"rank {int(name[:-7])} failed with {parse(name, raw).get('error')}"
+
+    def ask(self, requests: Mapping[int, Any]) -> list[bytes]:
+        """Asks ranks for something more, and returns their answers; called by the leader, once.
+
+        Args:
+            requests: What is asked of the rank at each place, as plain data.
+        """
+        self.files.put(f"{self.save}/{_ASK}", json.dumps(requests).encode())
+        return self._collect("answer", sorted(requests))
+
+    def publish(self, commit: Commit, sync: bool) -> None:
+        """Makes the save the checkpoint, and deletes the one before; called by the leader.
+
+        Raises:
+            CheckpointExistsError: If a checkpoint became complete that may not be replaced.
+            SaveConflictError: If another save has taken the folder over.
+        """
+        assert self._claim is not None  # begin came before
+        claims.publish(self.files, self._claim, commit, self._overwrite, sync)
+        self._over.set()
+        # The save is complete. What is left to clear the next save clears too, if it fails here.
+        with contextlib.suppress(OSError):
+            for name in self.files.names(self.save):
+                if not name.endswith(".safetensors"):
+                    self.files.delete(f"{self.save}/{name}")
+            claims.clear(self.files, self._claim, self._replaced)
+
+    def follow(self, answer: Callable[[Any], bytes]) -> None:
+        """Waits until the save is complete; called on all ranks but the leader.
+
+        Args:
+            answer: Does what the leader asks of this rank, and returns the answer.
+
+        Raises:
+            CheckpointError: If the save failed, or the leader gave no sign of life.
+        """
+        watch = self._watch("rank 0 to complete the save")
+        asked = False
+        while True:
+            own = self._own_claim()
+            if own is not None and own.state == claims.PUBLISHED:
+                break
+            if self._leader_error() is not None:
+                raise self._given_up()
+            raw = None if asked else self.files.read(f"{self.save}/{_ASK}")
+            if raw is not None:
+                asked = True
+                request = parse(_ASK, raw).get(str(self.place))
+                if request is not None:
+                    self.files.put(f"{self.save}/{self.place:05d}.answer", answer(request))
+            beat = self.files.read(beat_name(self.save, 0))
+            if not watch.pause((own is None, beat, asked)):
+                if claims.is_published(self.files, self.save):
+                    break
+                raise self._no_leader()
+        self._over.set()
 
     def _no_leader(self) -> CheckpointError:
         return CheckpointError(
@@ -208,144 +330,25 @@ class Session:
             "Look for rank 0's own error, or raise timeout=."
         )
 
-    def join(self, announce: Callable[[str], None]) -> None:
-        """Waits until the save is complete; called on all ranks but the leader.
+    def _watch(self, awaited: str) -> Watch:
+        return Watch(self.timeout, self._clock, f"{awaited} ({self.files.root})")
 
-        Args:
-            announce: Puts this rank's files into the folder of a save; called again if the save's
-                id changes.
 
-        Raises:
-            CheckpointError: If the save failed, or the leader gave no sign of life.
-        """
-        announced: str | None = None
-        watch = _Watch(self.timeout)
-        while True:
-            status = self._status()
-            save = None if status is None else str(status["save"])
-            if save != announced and self._is_complete(announced):
-                return
-            if status is not None and save is not None and save not in self._stale:
-                self._raise_if_failed(status)
-                if save not in (announced, self.old):
-                    try:
-                        announce(save)
-                        announced = save
-                        self._seen.add(save)
-                    except FileNotFoundError:
-                        pass  # that save's folder is gone: another one is about to begin
-                    except FileExistsError:
-                        self._stale.add(save)  # an earlier attempt, which had this rank's file
-            if not watch.pause((status, self.files.written_bytes(0))):
-                if self._is_complete(announced):
-                    return
-                raise self._no_leader()
-
-    def _is_complete(self, save: str | None) -> bool:
-        commit = None if save is None else read_commit(self.files)
-        return commit is not None and commit.save == save
-
-    def fail(self, error: BaseException) -> None:
-        """Tells the other ranks that this one has failed, and waits until they know."""
-        if self.leads:
-            self.give_up(CheckpointError(f"rank {self.place} failed with {told(error)}"))
+def _live(ref: "weakref.ref[Session]", over: threading.Event, every: float) -> None:
+    """Gives signs of life until a session is over, or nobody holds it any more."""
+    while not over.wait(every):
+        session = ref()
+        if session is None:
             return
-        raw = json.dumps({"place": self.place, "error": told(error)}).encode()
-        try:
-            self.join(lambda save: self.files.put(f"{save}/{self.place:05d}.failed", raw))
-        except (CheckpointError, OSError):
-            return
-
-    def give_up(self, error: BaseException, keep: bool = False) -> None:
-        """Ends the save on all ranks; called by the leader.
-
-        Args:
-            error: Why.
-            keep: Whether the folder stays until the next save, so that others can look into it.
-        """
-        if self._is_complete(self.save):
-            return  # what failed came after the one step that counts
-        self._tell(_FAILED, str(error) if isinstance(error, CheckpointError) else told(error))
-        if self.save is not None and not keep:
-            self.files.delete_folder(self.save)
-
-    def gather(self) -> list[Marker]:
-        """Waits for all ranks' markers and returns them by place; called by the leader.
-
-        Raises:
-            CheckpointError: If a rank failed, or gave no sign of life.
-        """
-        assert self.save is not None  # place 0 has opened it
-        watch = _Watch(self.timeout)
-        beat = time.monotonic()
-        while True:
-            names = self.files.names(self.save)
-            failed = sorted(name for name in names if name.endswith(".failed"))
-            if failed:
-                raise CheckpointError(summary(self._failure(name) for name in failed))
-            ready = {int(name[:-6]) for name in names if name.endswith(".ready")}
-            missing = [place for place in range(self.ranks) if place not in ready]
-            if not missing:
-                return [self._marker(place) for place in range(self.ranks)]
-            if time.monotonic() - beat > self.timeout / 8:
-                beat = time.monotonic()
-                self._tell(_OPEN)
-            alive = [self.files.written_bytes(place) for place in missing[:16]]
-            if not watch.pause((len(ready), alive)):
-                shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-                raise CheckpointError(
-                    f"{self.files.root}: {len(missing)} of {self.ranks} ranks gave no sign of life "
-                    f"for {self.timeout} s: {shown}. Look for their own errors, or raise timeout=."
-                )
-
-    def _failure(self, name: str) -> str:
-        raw = self.files.read(f"{self.save}/{name}") or b"{}"
-        return f"rank {int(name[:-7])} failed with {parse(name, raw).get('error')}"
-
-    def _marker(self, place: int) -> Marker:
-        name = f"{self.save}/{place:05d}.ready"
-        return Marker.decode(f"{self.files.root}/{name}", self.files.read(name) or b"")
-
-    def mark(self, save: str, marker: Marker) -> None:
-        """Leaves this rank's marker in the folder of a save."""
-        self.files.put(f"{save}/{self.place:05d}.ready", marker.encode())
-
-    def complete(self, commit: Commit) -> None:
-        """Makes the save the checkpoint, and deletes the one before; called by the leader."""
-        self.files.sync_folder(commit.save)
-        self.files.put(CHECKPOINT, commit.encode(), sync=True)
-        # The save is complete. What is left to do the next save does too, if it fails here.
         with contextlib.suppress(OSError):
-            self.files.delete(STATUS)
-            self.files.delete(".metadata")
-            for name in self.files.names(commit.save):
-                if name.endswith(".ready"):
-                    self.files.delete(f"{commit.save}/{name}")
-            for name in self.files.names(""):
-                if is_save(name) and name != commit.save:
-                    self.files.delete_folder(name)
+            session.beat()
+        del session
 
 
-def told(error: BaseException) -> str:
-    """Returns an error as the other ranks are told of it."""
+def described(error: BaseException) -> str:
+    """Returns an error as the other ranks see it."""
     return f"{type(error).__name__}: {error}"
 
 
-class _Watch:
-    """Waits with growing pauses, and notices when nothing changes for too long."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._seen: Any = None
-        self._since = time.monotonic()
-
-    def pause(self, seen: Any) -> bool:
-        """Pauses; returns whether there may still be something to wait for."""
-        now = time.monotonic()
-        if seen != self._seen:
-            self._seen, self._since = seen, now
-        waited = now - self._since
-        if waited > self._timeout:
-            return False
-        time.sleep(min(max(waited / 8, 0.001), _LONGEST_PAUSE))
-        return True
+def _some(places: list[int]) -> str:
+    return ", ".join(map(str, places[:8])) + (", …" if len(places) > 8 else "")

@@ -1,18 +1,17 @@
-"""The manifest's part of one pipeline stage: layouts as JSON, from which all chunks follow.
+"""The manifest of one pipeline stage: layouts as JSON, from which all chunks follow.
 
 | name | does |
 |---|---|
-| `part_to_json` | a `StageManifest` as plain data |
-| `part_from_json` | the manifest again, every number checked |
-| `kind_to_json`, `kind_from_json` | what the values of a group have in common |
+| `manifest_to_json` | a `StageManifest` as plain data |
+| `manifest_from_json` | the manifest again, every number checked |
 
-A part grows with the number of parameters and not with the number of ranks. Chains of stages
+It grows with the number of parameters and not with the number of ranks. Chains of stages
 that parameters share are written once; a parameter in a flat buffer adds its offset.
 """
 
 import base64
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardplan.layouts import CheckpointError, Grid, Grids, Layout, LayoutError, ModelLayouts
@@ -24,9 +23,7 @@ from ...planning.manifest import OBJECT, SHARD, VALUE, Extra, Kind, Members, Sta
 from ...planning.table import Chunk
 from ...state.entries import Index, Path, Place
 from .dtypes import dtype_name, dtype_of
-from .header import FORMAT_VERSION, check_version
 
-FORMAT = "shardplan.manifest"
 # More than any machine has; what a hostile manifest may make the reader count through.
 MAX_RANKS = 1 << 22
 MAX_INT = (1 << 63) - 1
@@ -57,14 +54,12 @@ class _Chains:
         return row
 
 
-def part_to_json(manifest: StageManifest, stage: int, save: str, digest: str) -> dict[str, Any]:
-    """Returns the manifest of a pipeline stage as plain data.
+def manifest_to_json(manifest: StageManifest, digest: str) -> dict[str, Any]:
+    """Returns the manifest of a pipeline stage as plain data, without extras.
 
     Args:
-        manifest: What the stage's first rank plans.
-        stage: Number of the pipeline stage.
-        save: Id of the save.
-        digest: Digest of layouts and extras, equal on all ranks of the stage.
+        manifest: The manifest.
+        digest: Digest of the layouts, equal on all ranks of the stage.
 
     Raises:
         CheckpointError: If a path has an element that JSON can't hold.
@@ -81,26 +76,60 @@ def part_to_json(manifest: StageManifest, stage: int, save: str, digest: str) ->
         for chunk in manifest.chunks
     ]
     return {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "save": save,
-        "stage": stage,
         "digest": digest,
         "stages": [stage_to_json(s) for s in chains.stages],
         "chains": [[family, list(numbers)] for family, numbers in chains.chains],
         "chunks": chunks,
-        "groups": [[*kind_to_json(k), bits_to_text(m)] for k, m in manifest.groups.items()],
-        "extras": [
-            [
-                path_to_json(extra.path),
-                extra.digest,
-                None if extra.dtype is None else dtype_name(extra.dtype),
-                list(extra.shape),
-                *(() if extra.writer is None else (extra.writer,)),
-            ]
-            for extra in manifest.extras
-        ],
+        "groups": groups_to_json(manifest.groups),
     }
+
+
+def groups_to_json(groups: Mapping[Kind, Members]) -> list[Any]:
+    """Returns groups of values as plain data."""
+    return [[*kind_to_json(kind), bits_to_text(members)] for kind, members in groups.items()]
+
+
+def extra_to_json(extra: Extra) -> list[Any]:
+    """Returns a value that belongs to no parameter as plain data."""
+    row = [
+        path_to_json(extra.path),
+        extra.digest,
+        None if extra.dtype is None else dtype_name(extra.dtype),
+        list(extra.shape),
+        extra.writer,
+        int(extra.late),
+    ]
+    boxes = extra.boxes
+    return row if boxes is None else [*row, [[list(o), list(n), place] for o, n, place in boxes]]
+
+
+def extra_from_json(data: Any) -> Extra:
+    """Returns the extra that `extra_to_json` wrote.
+
+    Raises:
+        ValueError: If the data is none.
+    """
+    path, digest, dtype, shape, place, late, *rest = data
+    boxes = None
+    if rest:
+        boxes = tuple((_shape(o), _shape(n), _number(p)) for o, n, p in rest[0])
+        if any(len(o) != len(shape) or len(n) != len(shape) for o, n, _ in boxes):
+            raise ValueError(f"boxes of other dims than the shape {shape}")
+    return Extra(
+        path_from_json(path),
+        str(digest),
+        None if dtype is None else dtype_of(dtype),
+        _shape(shape),
+        None if place is None else _number(place),
+        bool(_number(late)),
+        boxes,
+    )
+
+
+def _number(data: Any) -> int:
+    if type(data) is not int or not 0 <= data <= MAX_INT:
+        raise ValueError(f"{data!r} is not a number")
+    return data
 
 
 def _rows(chains: _Chains, layouts: dict[str, Layout]) -> list[list[Any]]:
@@ -114,27 +143,17 @@ def _rows(chains: _Chains, layouts: dict[str, Layout]) -> list[list[Any]]:
     return rows
 
 
-def part_from_json(where: str, data: Any, save: str, ranks: int) -> tuple[StageManifest, str]:
+def manifest_from_json(data: Any, ranks: int) -> tuple[StageManifest, str]:
     """Returns the manifest of a pipeline stage, and the digest that its ranks' files must have.
 
     Args:
-        where: The file's name, for errors.
-        data: What was parsed from it.
-        save: Id that it must have.
+        data: Plain data.
         ranks: Number of ranks that its grids must have.
 
     Raises:
-        CheckpointError: If it is no manifest, a newer one, one of another save, or impossible.
+        ValueError: If the data is not such a manifest, or impossible.
     """
     try:
-        if data["format"] != FORMAT:
-            raise CheckpointError(f"{where}: its format is {data['format']!r}, not {FORMAT!r}")
-        check_version(where, data["version"])
-        if data["save"] != save:
-            raise CheckpointError(
-                f"{where}: belongs to save {data['save']}, not to {save}. Files of two saves were "
-                "mixed."
-            )
         _check_numbers(data["stages"])
         stages = [stage_from_json(stage) for stage in data["stages"]]
         chains = [(family, tuple(stages[i] for i in ids)) for family, ids in data["chains"]]
@@ -143,20 +162,9 @@ def part_from_json(where: str, data: Any, save: str, ranks: int) -> tuple[StageM
         for row in data["groups"]:
             kind = kind_from_json(row[:5], len(chunks))
             groups[kind] = bits_from_text(row[5], len(chunks[kind.chunk].layouts))
-        extras = tuple(
-            Extra(
-                path_from_json(path),
-                str(digest),
-                None if dtype is None else dtype_of(dtype),
-                _shape(shape),
-                _shape(writer)[0] if writer else None,
-            )
-            for path, digest, dtype, shape, *writer in data["extras"]
-        )
-        digest = str(data["digest"])
-    except (LayoutError, TypeError, KeyError, IndexError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: no manifest of a stage: {error!r}") from None
-    return StageManifest(chunks, groups, extras), digest
+        return StageManifest(chunks, groups), str(data["digest"])
+    except (LayoutError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise ValueError(f"not the manifest of a pipeline stage: {error!r}") from None
 
 
 def _chunk(chains: list[tuple[str, tuple[Stage, ...]]], data: Any, ranks: int) -> Chunk:

@@ -1,0 +1,74 @@
+"""What lies in a checkpoint's folder beside the checkpoint; the one place that decides.
+
+Two formats can meet in one folder: the library's own, complete by `checkpoint.json`, and torch's,
+complete by `.metadata`. `finalize` puts both there on purpose. Any other `.metadata` is another
+checkpoint, and nobody can tell which of the two is meant.
+"""
+
+from shardplan.layouts import CheckpointError, CheckpointExistsError
+
+from .format.commit import Commit, read_commit
+from .format.sums import block_sum
+from .places.files import Files
+
+STOCK = ".metadata"
+
+
+def look(files: Files, overwrite: bool) -> Commit | None:
+    """Returns the complete checkpoint that a save would replace, None if there is none.
+
+    Raises:
+        CheckpointExistsError: If there is one that the save may not replace: without `overwrite`
+            any, and in no case one in torch's format.
+    """
+    commit = read_commit(files)
+    if has_stock(files, commit):
+        raise CheckpointExistsError(
+            f"{files.root}: already exists: a checkpoint in torch's format ({STOCK}), which a save "
+            "in the library's own format does not replace. Save elsewhere, or delete it first."
+        )
+    if commit is not None and not overwrite:
+        raise CheckpointExistsError(
+            f"{files.root}: already exists: holds a complete checkpoint (save {commit.save}). Save "
+            "elsewhere, or pass overwrite=True to SafetensorsWriter; then it is replaced once the "
+            "new one is complete."
+        )
+    return commit
+
+
+def check_alone(files: Files, commit: Commit | None) -> None:
+    """Refuses a folder that holds two checkpoints of different formats.
+
+    Raises:
+        CheckpointError: If it does.
+    """
+    if commit is not None and has_stock(files, commit):
+        raise CheckpointError(
+            f"{files.root}: holds two checkpoints: one in the library's own format (save "
+            f"{commit.save}), and one in torch's ({STOCK}), which shardplan finalize did not write. "
+            "Nobody can tell which is meant. Move or delete the files of one: checkpoint.json and the "
+            f"folder {commit.save}, or {STOCK} and the *.distcp files; or run shardplan finalize if "
+            f"the first is meant and {STOCK} is an old one of it."
+        )
+
+
+def has_stock(files: Files, commit: Commit | None) -> bool:
+    """Returns whether a folder has a `.metadata` other than the one `finalize` wrote for a save."""
+    raw = files.read(STOCK)
+    if raw is None:
+        return False
+    return commit is None or files.read(_note(commit)) != _sum(raw)
+
+
+def put_stock(files: Files, commit: Commit, metadata: bytes) -> None:
+    """Writes the `.metadata` of a complete checkpoint, and a note that it belongs to it."""
+    files.put(_note(commit), _sum(metadata), sync=True)
+    files.put(STOCK, metadata, sync=True)
+
+
+def _note(commit: Commit) -> str:
+    return f"{commit.save}/metadata.sum"
+
+
+def _sum(raw: bytes) -> bytes:
+    return block_sum(raw).hex().encode()
