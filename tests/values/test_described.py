@@ -5,10 +5,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 import world
 from memory import Memory, MemoryReader, MemoryWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 from shardplan.layouts import CheckpointError, Grids, LayoutError
-from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner, SafetensorsWriter
+from shardplan.planner import (
+    LayoutAwareLoadPlanner,
+    LayoutAwareSavePlanner,
+    SafetensorsReader,
+    SafetensorsWriter,
+)
 
 
 def described(data, shape, parts):
@@ -117,14 +121,18 @@ def test_a_tensor_that_begins_to_describe_itself_is_noticed():
     assert [6, 5] == memory.tensor("w").tolist()
 
 
-def test_a_writer_that_stores_layouts_only_is_refused(tmp_path):
-    state = {"w": described([0, 1], 2, [(0, 0, 2)])}
-    with pytest.raises(CheckpointException, match=r"w: it describes this rank's boxes only"):
-        dcp.save(
-            state,
-            storage_writer=SafetensorsWriter(str(tmp_path / "c")),
-            planner=LayoutAwareSavePlanner(),
-        )
+def test_a_writer_that_stores_layouts_stores_what_tensors_say_too(tmp_path):
+    boxes = [
+        described([0, 1, 4, 5], 8, [(0, 0, 2), (4, 2, 2)]),
+        described([6, 7, 2, 3], 8, [(6, 0, 2), (2, 2, 2)]),
+    ]
+    planners = [LayoutAwareSavePlanner(grid=Grids.from_sizes(r, dp_shard=2)) for r in range(2)]
+    states = [{"w": tensor} for tensor in boxes]
+    world.save(tmp_path, states, planners, lambda path: SafetensorsWriter(path, sync=False))
+    state = {"w": torch.full((8,), -1.0)}
+    planner = LayoutAwareLoadPlanner(grid=Grids.from_sizes())
+    world.load(tmp_path, [state], [planner], SafetensorsReader)
+    assert list(range(8)) == state["w"].tolist()
 
 
 def test_one_rank_alone_can_not_save_them(tmp_path):
