@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardplan.layouts import CheckpointError
-from shardplan.planner.checkpoints.safe_metadata import SafeFileSystemReader, read_metadata
+from shardplan.planner.checkpoints.reader import CheckpointReader
+from shardplan.planner.checkpoints.safe_metadata import read_metadata
 
 
 def state():
@@ -56,7 +57,7 @@ def test_reader_loads_as_the_stock_one_does(tmp_path):
     dcp.save(state(), checkpoint_id=tmp_path)
     loaded = state()
     loaded["model"]["w"].zero_()
-    dcp.load(loaded, storage_reader=SafeFileSystemReader(tmp_path))
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path))
     assert state()["model"]["w"].tolist() == loaded["model"]["w"].tolist()
 
 
@@ -99,7 +100,7 @@ def test_a_pickle_can_not_change_the_types_it_gets(tmp_path):
     ("value", "what"),
     [
         ({"w": 1}, "holds a dict, not DCP's Metadata"),
-        (Metadata({3: None}), "the key 3 is no text"),
+        (Metadata({3: None}), "the key 3 is not text"),
         (Metadata({"w": "tensor"}), "a str stands where a TensorStorageMetadata belongs"),
         (
             Metadata(
@@ -128,7 +129,7 @@ def test_truncated_and_missing(tmp_path):
     path = tmp_path / ".metadata"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=r"damaged, or no metadata of DCP|not read, since"):
+    with pytest.raises(CheckpointError, match="damaged, or not metadata of DCP"):
         read_metadata(path)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"No such file or directory\. Is it a checkpoint"):
