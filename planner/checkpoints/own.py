@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ class OwnCheckpoint(Checkpoint):
 
     format = "shardplan"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         where = files_at(path)
         commit = read_commit(where)
         if commit is None:

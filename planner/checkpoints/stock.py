@@ -1,7 +1,6 @@
 """A checkpoint that torch's own file system writer made, read without executing its pickle."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +11,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 
 from ..state.entries import Index
 from .arrays import Array
 from .files import Files
 from .opened import Checkpoint, Fault
 from .records import Section, damaged, find_array
-from .safe_metadata import read_metadata
+from .safe_metadata import metadata_from_bytes
+
+METADATA = ".metadata"
 
 
 class StockCheckpoint(Checkpoint):
     """A folder with `.metadata` and `__{rank}_{n}.distcp` files.
 
     Args:
-        path: The folder.
+        files: The folder's files.
         trust_pickle: Whether to unpickle `.metadata` whatever it names.
 
     Raises:
@@ -35,11 +36,14 @@ class StockCheckpoint(Checkpoint):
 
     format = "dcp"
 
-    def __init__(self, path: Path, *, trust_pickle: bool = False) -> None:
-        metadata = read_metadata(path / ".metadata", trust_pickle=trust_pickle)
+    def __init__(self, files: Files, *, trust_pickle: bool = False) -> None:
+        where = files.path(METADATA)
+        metadata = metadata_from_bytes(files.whole(METADATA), where, trust_pickle=trust_pickle)
         if not isinstance(metadata.storage_data, dict):
-            raise CheckpointError(f"{path / '.metadata'}: it does not say where the data lies.")
-        super().__init__(path, Files(path), metadata)
+            raise DamagedCheckpointError(
+                f"{where}: it does not say where the data lies. Restore the file."
+            )
+        super().__init__(files.root, files, metadata)
         self._places: dict[MetadataIndex, Any] = metadata.storage_data
         self._arrays: dict[tuple[str, torch.Size], Array | None] = {}
 
@@ -51,7 +55,7 @@ class StockCheckpoint(Checkpoint):
         place = self._places.get(MetadataIndex(key, offsets))
         if place is None:
             at = f" the chunk at {tuple(offsets)}" if offsets is not None else ""
-            raise CheckpointError(
+            raise IncompleteCheckpointError(
                 f"{key}: the metadata does not say where{at} lies. The save did not finish, or "
                 "a writer lost it."
             )
@@ -80,7 +84,16 @@ class StockCheckpoint(Checkpoint):
     def load_chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         place = self._place(key, chunk.offsets)
         section = Section(self.files, place.relative_path, place.offset, place.length)
-        found: torch.Tensor = torch.load(section.stream(), map_location="cpu", weights_only=True)
+        try:
+            found: torch.Tensor = torch.load(
+                section.stream(), map_location="cpu", weights_only=True
+            )
+        except Exception as error:  # torch raises many kinds on damaged bytes
+            raise DamagedCheckpointError(
+                f"{key}: {self.files.path(place.relative_path)}: the chunk at "
+                f"{tuple(chunk.offsets)} can't be read ({type(error).__name__}: "
+                f"{str(error)[:120]}). Restore the file."
+            ) from error
         return found
 
     def object_bytes(self, key: str) -> bytes:
@@ -107,7 +120,7 @@ class StockCheckpoint(Checkpoint):
         for name, end in sorted(ends.items()):
             size = self.files.size(name)
             if size is None:
-                yield Fault(name, f"the file is missing; {len(spans[name])} parts lie in it")
+                yield Fault(name, f"the file is missing; needed by {_keys(spans[name])}")
             elif size < end:
                 yield Fault(name, f"the file has {size} bytes and needs {end}: truncated")
             reached, holder = 0, ""
@@ -142,3 +155,8 @@ class StockCheckpoint(Checkpoint):
     def _is_archive(self, place: Any) -> bool:
         head = min(4, place.length)
         return self.files.take(place.relative_path, place.offset, head) == b"PK\x03\x04"
+
+
+def _keys(spans: list[tuple[int, int, str]]) -> str:
+    count = len({key for *_, key in spans})
+    return f"{count} keys" if count != 1 else f"1 key, {spans[0][2]}"

@@ -85,12 +85,12 @@ def rewrite(path, **entry):
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"data_offsets": [-32, 0]}, "32 bytes for shape"),
-        ({"data_offsets": [0, 16]}, "16 bytes for shape"),
-        ({"shape": [1 << 62]}, "bytes for shape"),
+        ({"data_offsets": [-32, 0]}, "no possible entry"),
+        ({"data_offsets": [0, 16]}, "needs 32 bytes but has 16"),
+        ({"shape": [1 << 62]}, "needs 18446744073709551616 bytes but has 32"),
         ({"dtype": "F3"}, "torch has no dtype 'F3'"),
-        ({"shape": "x"}, "header can't be read"),
-        ({"data_offsets": None}, "header can't be read"),
+        ({"shape": "x"}, "no possible entry"),
+        ({"data_offsets": None}, "no possible entry"),
     ],
 )
 def test_safetensors_entries_that_can_not_be(tmp_path, entry, words):
@@ -105,7 +105,7 @@ def test_safetensors_entries_that_can_not_be(tmp_path, entry, words):
 def test_safetensors_headers_that_can_not_be(tmp_path, data):
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         open_checkpoint(path)
 
 
