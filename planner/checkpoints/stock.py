@@ -1,5 +1,6 @@
 """A checkpoint that torch's own file system writer made, read without executing its pickle."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,7 +137,8 @@ class StockCheckpoint(Checkpoint):
         stored = self.metadata.state_dict_metadata[key]
         chunks: list[torch.Size | None] = [None]
         if isinstance(stored, TensorStorageMetadata):
-            chunks = [chunk.offsets for chunk in stored.chunks]
+            # Nobody needs to write what has no elements.
+            chunks = [chunk.offsets for chunk in stored.chunks if math.prod(chunk.sizes)]
         for offsets in chunks:
             place = self._places.get(MetadataIndex(key, offsets))
             if place is None:

@@ -93,7 +93,10 @@ def test_inspect_filter_without_a_match(stock):
     [
         (lambda p: None, "no such file or folder"),
         (lambda p: p.mkdir(), "no checkpoint in this folder"),
-        (lambda p: p.write_bytes(b"hello"), "neither a safetensors file nor one that torch.save wrote"),
+        (
+            lambda p: p.write_bytes(b"hello"),
+            "neither a safetensors file nor one that torch.save wrote",
+        ),
     ],
 )
 def test_no_checkpoint_is_status_2(tmp_path, make, words):
