@@ -173,7 +173,8 @@ def _read(files: Files, name: str, trust_pickle: bool) -> list[tuple[Any, Any]]:
     if not size:
         raise DamagedCheckpointError(f"{where}: the file is empty. Restore it.")
     archive = files.take(name, 0, min(4, size)) == b"PK\x03\x04"
-    local = "://" not in where
+    # torch.load maps local files only, and takes this suffix for the format.
+    local = "://" not in where and not where.endswith(".safetensors")
     try:
         loaded = torch.load(
             where if local else Section(files, name, 0, size).stream(),
