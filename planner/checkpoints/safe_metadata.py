@@ -192,6 +192,8 @@ def _plain(metadata: Metadata, where: str) -> Metadata:
                 raise TypeError(f"{key}: its dtype is {stored.properties.dtype!r}")
             stored.size = _size(key, stored.size)
             rank = len(stored.size)
+            if min(stored.size, default=0) < 0:
+                raise TypeError(f"{key}: its shape is {tuple(stored.size)}")
             for chunk in stored.chunks:
                 if type(chunk) is sealed_chunk:
                     set_class(chunk, "__class__", ChunkStorageMetadata)
@@ -203,7 +205,8 @@ def _plain(metadata: Metadata, where: str) -> Metadata:
                     offsets, sizes = _size(key, offsets), _size(key, sizes)
                     object.__setattr__(chunk, "offsets", offsets)
                     object.__setattr__(chunk, "sizes", sizes)
-                if not len(offsets) == len(sizes) == rank:
+                negative = min(offsets, default=0) < 0 or min(sizes, default=0) < 0
+                if negative or not len(offsets) == len(sizes) == rank:
                     raise TypeError(
                         f"{key}: a chunk at {tuple(offsets)} of {tuple(sizes)} in a "
                         f"tensor of shape {tuple(stored.size)}"
@@ -219,6 +222,14 @@ def _plain(metadata: Metadata, where: str) -> Metadata:
                 set_class(place, "__class__", info)
             else:
                 _unseal(place, info)
+            kinds = (
+                type(index.fqn),
+                type(place.relative_path),
+                type(place.offset),
+                type(place.length),
+            )
+            if kinds != (str, str, int, int):
+                raise TypeError(f"{index.fqn!r} lies in {place.relative_path!r}, {place.offset!r}")
         if metadata.storage_meta is not None:
             _unseal(metadata.storage_meta, StorageMeta)
     except (TypeError, AttributeError, ValueError) as error:

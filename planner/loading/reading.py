@@ -108,7 +108,8 @@ class Saved:
         stored = self.stored[key]
         chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else ()
         places = (self._places.get(MetadataIndex(key, chunk.offsets)) for chunk in chunks)
-        return sorted({str(p.relative_path) for p in places if hasattr(p, "relative_path")})
+        names = (getattr(place, "relative_path", None) for place in places)
+        return sorted({name for name in names if isinstance(name, str)})
 
     def key(self, key: str) -> str | None:
         """Returns the name that the checkpoint has for a key, wrappers' tokens aside.

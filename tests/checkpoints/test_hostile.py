@@ -117,3 +117,25 @@ def test_an_index_that_names_a_file_outside(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="which lies outside of it"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "values", [{"relative_path": 5}, {"offset": "0"}, {"length": "x"}, {"offset": 0.5}]
+)
+def test_places_of_other_kinds_are_damaged(stock, values):
+    change(stock, **values)
+    for verb in ("verify", "inspect"):
+        answer = shardplan(verb, stock)
+        assert (2, "") == (answer.status, answer.out)
+        assert "'w' lies in" in answer.err
+
+
+@pytest.mark.parametrize("name", ["size", "sizes", "offsets"])
+def test_negative_shapes_are_damaged(stock, name):
+    metadata = pickle.loads((stock / ".metadata").read_bytes())
+    stored = metadata.state_dict_metadata["w"]
+    object.__setattr__(stored if name == "size" else stored.chunks[0], name, torch.Size([-8]))
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+    answer = shardplan("verify", stock)
+    assert (2, "") == (answer.status, answer.out)
+    assert "w: " in answer.err and "-8" in answer.err

@@ -12,6 +12,7 @@ from cli.command import shardplan
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from shardplan.layouts import (
     CheckpointError,
@@ -304,3 +305,32 @@ def test_files_of_an_older_save_are_the_likely_cause(tmp_path):
     for rank in range(2):
         (tmp_path / f"shard-{rank + 1:05d}-model.safetensors").unlink()
     assert 0 == shardplan("verify", tmp_path).status
+
+
+def test_stock_files_of_safetensors_open(tmp_path):
+    state = {"w": torch.arange(8.0), "v": torch.arange(6).reshape(2, 3)}
+    form = SerializationFormat.SAFETENSORS
+    writer = dcp.FileSystemWriter(tmp_path / "a", serialization_format=form)
+    dcp.save(dict(state), storage_writer=writer, no_dist=True)
+    answer = shardplan("verify", tmp_path / "a")
+    assert 0 == answer.status, answer.out
+    with open_checkpoint(tmp_path / "a") as checkpoint:
+        assert state["w"].tolist() == checkpoint.read("w").tolist()
+        assert [[1, 2], [4, 5]] == checkpoint.read("v", (0, 1), (2, 2)).tolist()
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+    answer = shardplan("verify", tmp_path / "a", "--json")
+    assert 1 == answer.status
+    (fault,) = answer.json["faults"]
+    assert "is truncated" in fault["what"] and "needed by 2 keys" in fault["what"]
+
+
+def test_a_tensor_that_its_file_lacks_is_a_fault(tmp_path):
+    form = SerializationFormat.SAFETENSORS
+    writer = dcp.FileSystemWriter(tmp_path / "a", serialization_format=form)
+    dcp.save({"w": torch.arange(8.0), "v": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    save_file({"w": torch.arange(8.0)}, file)
+    answer = shardplan("verify", tmp_path / "a")
+    assert 1 == answer.status
+    assert "v: " in answer.out and "1 fault" in answer.out
