@@ -8,9 +8,9 @@
 
 import io
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import (
+    CheckpointError,
+    DamagedCheckpointError,
+    DtypeMismatchError,
+    IncompleteCheckpointError,
+    MissingKeyError,
+)
 from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.slab import Shape
 
@@ -48,11 +54,12 @@ class Checkpoint(ABC):
     """A checkpoint that is open for looking and reading; nothing in it is executed.
 
     Args:
-        path: The folder or the file.
+        path: The folder or the file, or its URL.
         files: Its files.
         metadata: Keys, shapes, dtypes and chunks, in DCP's form.
 
     Attributes:
+        path: The path as text.
         format: Name of the format: `dcp`, `torch`, `safetensors`, `shardplan`.
         has_checksums: Whether stored bytes can be told from damaged ones.
     """
@@ -60,8 +67,8 @@ class Checkpoint(ABC):
     format: ClassVar[str]
     has_checksums: ClassVar[bool] = True
 
-    def __init__(self, path: Path, files: Files, metadata: Metadata) -> None:
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str], files: Files, metadata: Metadata) -> None:
+        self.path = os.fspath(path)
         self.files = files
         self.metadata = metadata
         self.saved = Saved(metadata)
@@ -140,8 +147,8 @@ class Checkpoint(ABC):
         if isinstance(found, TensorStorageMetadata):
             return found
         if found is not None:
-            raise CheckpointError(f"{key}: is a Python value in {self.path}, not a tensor.")
-        raise CheckpointError(f"{key}: not in {self.path}. {similar(key, self.tensors)}")
+            raise DtypeMismatchError(f"{key}: is a Python value in {self.path}, not a tensor.")
+        raise MissingKeyError(f"{key}: not in {self.path}. {similar(key, self.tensors)}")
 
     def read_into(
         self,
@@ -171,7 +178,7 @@ class Checkpoint(ABC):
             out.copy_(whole[index])
             return
         if array.itemsize != dtype.itemsize or array.shape != tuple(chunk.sizes):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{key}: the chunk at {tuple(chunk.offsets)} holds elements of {array.itemsize} "
                 f"bytes in shape {array.shape} ({self.files.path(array.file)}), but the metadata "
                 f"says {dtype} and {tuple(chunk.sizes)}. Restore the file."
@@ -195,8 +202,9 @@ class Checkpoint(ABC):
         out = torch.empty(sizes, dtype=self.dtype(key))
         meetings, faults = self.saved.meetings(key, offsets, sizes)
         if faults:
-            raise CheckpointError(
-                f"{key}: {faults[0]} of {self.path}. The checkpoint is incomplete."
+            raise IncompleteCheckpointError(
+                f"{key}: {faults[0]} of {self.path}. The checkpoint is incomplete"
+                f"{self.coverage_text(key) or '.'} Restore its files, or load another one."
             )
         chunks = self.tensor(key).chunks
         for meeting in meetings:
@@ -213,8 +221,22 @@ class Checkpoint(ABC):
         try:
             return from_bytes(key, io.BytesIO(self.object_bytes(key)), trust_pickle)
         except CheckpointError as error:
-            advice = "trust_pickle=True to the load planner"
-            raise CheckpointError(str(error).replace(advice, "--trust-pickle")) from error
+            text = str(error).replace("=True to the load planner", "=True (--trust-pickle)")
+            raise type(error)(text) from error
+
+    def coverage_text(self, key: str) -> str:
+        """Returns what may have caused that a key's chunks do not cover it once, if known."""
+        return ""
+
+    def coverage_faults(self, keys: Iterable[str]) -> Iterator[Fault]:
+        """Yields the tensors whose chunks do not cover every element once."""
+        for key in keys:
+            stored = self.metadata.state_dict_metadata[key]
+            if isinstance(stored, TensorStorageMetadata):
+                shape = tuple(stored.size)
+                boxes = ((tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks)
+                for text in tiling_faults(shape, boxes, who="no chunk"):
+                    yield Fault(key, f"{text} of shape {shape}{self.coverage_text(key)}")
 
     def faults(
         self, *, checksums: bool = True, advance: Callable[[int], None] = lambda n: None
@@ -225,16 +247,20 @@ class Checkpoint(ABC):
             checksums: Whether to read every byte and compare checksums.
             advance: Told the bytes of each key that is done.
         """
-        yield from self.structure_faults()
+        broken = {fault.what: fault for fault in self.structure_faults()}
+        needed = dict.fromkeys(broken, 0)
         for key, stored in self.metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                shape = tuple(stored.size)
-                boxes = ((tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks)
-                for text in tiling_faults(shape, boxes, who="no chunk"):
-                    yield Fault(key, f"{text} of shape {shape}")
+            yield from self.coverage_faults([key])
             if checksums:
-                yield from self.checksum_faults(key)
+                for fault in self.checksum_faults(key):
+                    if fault.what in broken:  # said once, for the file
+                        needed[fault.what] += 1
+                    else:
+                        yield fault
             advance(nbytes(stored))
+        for what, (where, _) in broken.items():
+            keys = f" (needed by {needed[what]} keys)" if needed[what] else ""
+            yield Fault(where, what + keys)
 
     def close(self) -> None:
         """Closes the files."""

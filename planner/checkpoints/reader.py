@@ -1,6 +1,7 @@
 """A DCP storage reader over an open checkpoint of any format: `dcp.load` from any of them."""
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ class CheckpointReader(StorageReader):
     Each rank opens the files itself and reads no byte more than its boxes need.
 
     Args:
-        path: The checkpoint's folder or file.
-        trust_pickle: Whether objects that are no plain data may be unpickled.
+        path: The checkpoint's folder or file, or its URL.
+        trust_pickle: Whether objects that are not plain data may be unpickled.
 
     >>> from torch.distributed.checkpoint import load  # load(state, storage_reader=CheckpointReader(path))
     """
 
-    def __init__(self, path: str | Path, *, trust_pickle: bool = False) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, trust_pickle: bool = False) -> None:
+        self._path = os.fspath(path)
         self._trust = trust_pickle
         self._open: Checkpoint | None = None
 
@@ -39,7 +40,7 @@ class CheckpointReader(StorageReader):
 
     def reset(self, checkpoint_id: Any = None) -> None:
         if checkpoint_id is not None:
-            self._path = Path(checkpoint_id)
+            self._path = os.fspath(checkpoint_id)
         if self._open is not None:
             self._open.close()
         self._open = None
@@ -86,4 +87,4 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return Path(checkpoint_id).exists()
+        return "://" in os.fspath(checkpoint_id) or Path(checkpoint_id).exists()

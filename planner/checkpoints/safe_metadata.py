@@ -1,10 +1,5 @@
 """Reads stock DCP's `.metadata` without running it: only DCP's own types come out of the pickle.
 
-| name | does |
-|---|---|
-| `read_metadata` | the `Metadata` of a `.metadata` file |
-| `SafeFileSystemReader` | torch's file system reader with it |
-
 A pickle is a program. This reader lets it build the few types that DCP writes and nothing else:
 any other global is an error before it is looked up. The types it gets are sealed, so that a
 pickle can't set attributes on them either.
@@ -17,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,23 +22,27 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 
 from ..compat import memory_format_of, storage_info
 from ..without_gc import without_gc
+
+
+class _Refused(Exception):
+    """The pickle asks for more than DCP's own types."""
 
 
 class _Sealed(type):
     """The type of types that a pickle may make but not change."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"it sets {name!r} on the type {cls.__name__}")
+        raise _Refused(f"it sets {name!r} on the type {cls.__name__}")
 
 
 def _layout(name: str) -> torch.layout:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.layout):
-        raise pickle.UnpicklingError(f"{name!r} is no layout of torch")
+        raise _Refused(f"{name!r} is not a layout of torch")
     return found
 
 
@@ -55,6 +53,15 @@ def _callable(function: Any) -> Any:
         return function(*args)
 
     return _Sealed(f"safe_{function.__name__}", (), {"__new__": new, "__slots__": ()})
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise _Refused(f"{encoding!r} is not how pickle writes bytes")
+    return text.encode("latin1")
+
+
+_windows = _callable(lambda *parts: "\\".join(parts))
 
 
 def _sealed(cls: type) -> Any:
@@ -80,14 +87,29 @@ _TYPES: dict[tuple[str, str], type] = {
     _INFO: storage_info(),
 }
 _SEALED = {name: _sealed(cls) for name, cls in _TYPES.items()}
+# Until torch 2.2 DCP used the properties of sharded tensors; their state is the same.
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_SEALED[_SHARDED, "TensorProperties"] = _SEALED[_METADATA, "TensorProperties"]
+# Megatron-Core's own metadata has one more attribute, and none of a type that DCP's lack.
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+_SEALED[_MCORE, "MCoreMetadata"] = _SEALED[_METADATA, "Metadata"]
+# Python 3.13 pickles the names of a private module.
+_PATHS = ("pathlib", "pathlib._local")
 _CALLABLES = {
     (_METADATA, "_MEM_FORMAT_ENCODING"): _callable(memory_format_of),
+    (_SHARDED, "MEM_FORMAT_ENCODING"): _callable(memory_format_of),
     ("torch", "Size"): torch.Size,  # of C, and so sealed by itself
     ("torch.serialization", "_get_layout"): _callable(_layout),
     ("collections", "OrderedDict"): _callable(OrderedDict),
-    ("pathlib", "PosixPath"): _callable(Path),
-    ("pathlib", "PurePosixPath"): _callable(Path),
-    ("pathlib", "WindowsPath"): _callable(lambda *parts: "\\".join(parts)),
+    **{(m, n): _callable(Path) for m in _PATHS for n in ("PosixPath", "PurePosixPath")},
+    **{(m, n): _windows for m in _PATHS for n in ("WindowsPath", "PureWindowsPath")},
+    # What protocols before 3 write bytes and sets as.
+    ("_codecs", "encode"): _callable(_bytes),
+    **{
+        (m, t.__name__): _callable(t)
+        for m in ("builtins", "__builtin__")
+        for t in (set, frozenset, complex)
+    },
 }
 
 
@@ -104,7 +126,7 @@ class _Unpickler(pickle.Unpickler):
             return found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP never writes")
+        raise _Refused(f"it names {module}.{name}, which neither DCP nor Megatron-Core writes")
 
 
 def read_metadata(path: str | Path, *, trust_pickle: bool = False) -> Metadata:
@@ -124,7 +146,9 @@ def read_metadata(path: str | Path, *, trust_pickle: bool = False) -> Metadata:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}. Is it a checkpoint?") from error
+        raise IncompleteCheckpointError(
+            f"{path}: {error.strerror or error}. Is it a checkpoint?"
+        ) from error
     return metadata_from_bytes(data, str(path), trust_pickle=trust_pickle)
 
 
@@ -133,18 +157,20 @@ def metadata_from_bytes(data: bytes, where: str, *, trust_pickle: bool = False) 
     with without_gc():
         try:
             found: Any = pickle.loads(data) if trust_pickle else _Unpickler(io.BytesIO(data)).load()
-        except pickle.UnpicklingError as error:
+        except _Refused as error:
             raise CheckpointError(
-                f"{where}: not read, since {error}. Pass --trust-pickle (trust_pickle=True) if you "
+                f"{where}: not read, since {error}. Pass trust_pickle=True (--trust-pickle) if you "
                 "trust where it comes from; that runs whatever code it holds."
             ) from error
         except Exception as error:
-            raise CheckpointError(
-                f"{where}: damaged, or no metadata of DCP ({type(error).__name__}: {error}). "
+            raise DamagedCheckpointError(
+                f"{where}: damaged, or not metadata of DCP ({type(error).__name__}: {error}). "
                 "Restore the file, or inspect an older checkpoint."
             ) from error
         if not isinstance(found, Metadata):
-            raise CheckpointError(f"{where}: holds a {type(found).__name__}, not DCP's Metadata.")
+            raise DamagedCheckpointError(
+                f"{where}: holds a {type(found).__name__}, not DCP's Metadata."
+            )
         return _plain(found, where)
 
 
@@ -156,7 +182,7 @@ def _plain(metadata: Metadata, where: str) -> Metadata:
         _unseal(metadata, Metadata)
         for key, stored in metadata.state_dict_metadata.items():
             if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is no text")
+                raise TypeError(f"the key {key!r} is not text")
             if isinstance(stored, BytesStorageMetadata):
                 _unseal(stored, BytesStorageMetadata)
                 continue
@@ -164,7 +190,10 @@ def _plain(metadata: Metadata, where: str) -> Metadata:
             _unseal(stored.properties, TensorProperties)
             if not isinstance(stored.properties.dtype, torch.dtype):
                 raise TypeError(f"{key}: its dtype is {stored.properties.dtype!r}")
-            rank = len(_size(stored.size))
+            stored.size = _size(key, stored.size)
+            rank = len(stored.size)
+            if min(stored.size, default=0) < 0:
+                raise TypeError(f"{key}: its shape is {tuple(stored.size)}")
             for chunk in stored.chunks:
                 if type(chunk) is sealed_chunk:
                     set_class(chunk, "__class__", ChunkStorageMetadata)
@@ -172,8 +201,12 @@ def _plain(metadata: Metadata, where: str) -> Metadata:
                     _unseal(chunk, ChunkStorageMetadata)
                 offsets, sizes = chunk.offsets, chunk.sizes
                 if not (type(offsets) is type(sizes) is torch.Size):
-                    raise TypeError(f"{key}: a chunk at {offsets!r} of {sizes!r}")
-                if not len(offsets) == len(sizes) == rank:
+                    # Megatron-FSDP plans its uneven shards with tuples.
+                    offsets, sizes = _size(key, offsets), _size(key, sizes)
+                    object.__setattr__(chunk, "offsets", offsets)
+                    object.__setattr__(chunk, "sizes", sizes)
+                negative = min(offsets, default=0) < 0 or min(sizes, default=0) < 0
+                if negative or not len(offsets) == len(sizes) == rank:
                     raise TypeError(
                         f"{key}: a chunk at {tuple(offsets)} of {tuple(sizes)} in a "
                         f"tensor of shape {tuple(stored.size)}"
@@ -189,11 +222,19 @@ def _plain(metadata: Metadata, where: str) -> Metadata:
                 set_class(place, "__class__", info)
             else:
                 _unseal(place, info)
+            kinds = (
+                type(index.fqn),
+                type(place.relative_path),
+                type(place.offset),
+                type(place.length),
+            )
+            if kinds != (str, str, int, int):
+                raise TypeError(f"{index.fqn!r} lies in {place.relative_path!r}, {place.offset!r}")
         if metadata.storage_meta is not None:
             _unseal(metadata.storage_meta, StorageMeta)
     except (TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(
-            f"{where}: damaged, or no metadata of DCP ({error}). Restore the file, or inspect an "
+        raise DamagedCheckpointError(
+            f"{where}: damaged, or not metadata of DCP ({error}). Restore the file, or inspect an "
             "older checkpoint."
         ) from error
     return metadata
@@ -208,20 +249,9 @@ def _unseal(value: Any, cls: type) -> None:
     object.__setattr__(value, "__class__", cls)
 
 
-def _size(value: Any) -> torch.Size:
-    if type(value) is not torch.Size:
-        raise TypeError(f"{value!r} is no torch.Size")
-    return value
-
-
-class SafeFileSystemReader(FileSystemReader):
-    """Torch's file system reader, but `.metadata` is read without executing it."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._get_metadata_path(kwargs.get("rank"))
-        with self.fs.create_stream(path, "rb") as stream:
-            metadata = metadata_from_bytes(stream.read(), str(path))
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+def _size(key: str, value: Any) -> torch.Size:
+    if type(value) is torch.Size:
+        return value
+    if not isinstance(value, tuple | list) or any(type(n) is not int for n in value):
+        raise TypeError(f"{key}: {value!r} stands where a size belongs")
+    return torch.Size(value)

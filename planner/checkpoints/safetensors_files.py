@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,66 +13,44 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import DamagedCheckpointError, IncompleteCheckpointError, MissingKeyError
 from shardplan.layouts.slab import Shape
 
+from ..storage.format.dtypes import CODES, torch_form
+from ..storage.format.header import Header, header_length, parse_header
 from .arrays import Array
 from .files import Files
 from .opened import Checkpoint, Fault
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # safetensors' own limit
+NAMES = CODES
+_SHARDING = "DCP_SHARDING_INFO"
+_LEFT_OVER = (
+    "Files of an older save were probably left in the folder: remove those that are not of the "
+    "newest save, and save into empty folders."
+)
 
 
-def read_header(files: Files, name: str) -> tuple[dict[str, Any], int]:
-    """Returns the header of a safetensors file and the position of its first data byte.
+def read_header(files: Files, name: str) -> Header:
+    """Returns the checked header of a safetensors file.
 
     Raises:
-        CheckpointError: If the file is no safetensors file.
+        CheckpointError: If the file is missing, or not a safetensors file without hole or overlap.
     """
     size = files.size(name)
     if size is None:
-        raise CheckpointError(f"{files.path(name)}: the file is missing. Restore it.")
-    length = int.from_bytes(files.take(name, 0, 8), "little") if size >= 8 else -1
-    if not 0 < length <= min(_LONGEST_HEADER, size - 8):
-        raise CheckpointError(
-            f"{files.path(name)}: no safetensors file: its header would have {length} bytes and "
-            f"the file has {size}."
-        )
-    try:
-        header = json.loads(files.take(name, 8, length))
-        if not isinstance(header, dict):
-            raise ValueError("the header is no mapping")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{files.path(name)}: its header can't be read ({error}).") from None
-    return header, 8 + length
+        raise IncompleteCheckpointError(f"{files.path(name)}: the file is missing. Restore it.")
+    where = files.path(name)
+    length = header_length(where, files.take(name, 0, min(8, size)), size)
+    return parse_header(where, files.take(name, 8, length), size)
 
 
 class SafetensorsFiles(Checkpoint):
-    """A `.safetensors` file, or a folder of them with or without an index.
+    """A safetensors file, or a folder of them with or without an index.
 
     Args:
-        path: The file or folder.
+        files: The folder's files.
+        name: The one file, None for all in the folder.
 
     Raises:
         CheckpointError: If a header is damaged, a file that the index names is missing, or two
@@ -83,79 +60,63 @@ class SafetensorsFiles(Checkpoint):
     format = "safetensors"
     has_checksums = False
 
-    def __init__(self, path: Path) -> None:
-        files = Files(path if path.is_dir() else path.parent)
-        names = self._names(path, files)
+    def __init__(self, files: Files, name: str | None = None) -> None:
+        self._index: dict[str, str] | None = None
+        if name is None and files.size(INDEX) is not None:
+            self._index = _weight_map(files)
+        names = [name] if name is not None else sorted(set((self._index or {}).values()))
+        names = names or [n for n in files.names() if n.endswith(".safetensors")]
         self._arrays: dict[tuple[str, Shape], Array] = {}
         self._sizes: dict[str, int] = {}
-        self._extra: dict[str, Any] = {}
-        self.unknown: list[Fault] = []
+        self._twice: list[tuple[str, str, str]] = []
         stored: dict[str, Any] = {}
-        for name in names:
-            header, base = read_header(files, name)
-            self._take(files, name, header, base, stored)
+        for each in names:
+            self._take(files, each, read_header(files, each), stored)
+        path = files.root if name is None else files.path(name)
         super().__init__(path, files, Metadata(stored))
 
-    @staticmethod
-    def _names(path: Path, files: Files) -> list[str]:
-        if not path.is_dir():
-            return [path.name]
-        index = path / INDEX
-        if index.is_file():
-            try:
-                weights = json.loads(index.read_text())["weight_map"]
-                return sorted({str(name) for name in weights.values()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index}: no index of safetensors ({error!r}).") from None
-        return sorted(p.name for p in path.glob("*.safetensors"))
-
-    def _take(
-        self, files: Files, name: str, header: dict[str, Any], base: int, stored: dict[str, Any]
-    ) -> None:
+    def _take(self, files: Files, name: str, header: Header, stored: dict[str, Any]) -> None:
         """Adds the tensors of one file; a tensor may be in several files, in chunks."""
-        extra = header.pop("__metadata__", None) or {}
-        sharding: dict[str, Any] = {}
-        try:
-            self._extra.update(extra)
-            if "DCP_SHARDING_INFO" in extra:
-                sharding = json.loads(extra["DCP_SHARDING_INFO"])
-            end = base
-            for key, entry in header.items():
-                dtype = DTYPES.get(entry["dtype"])
-                sizes = tuple(int(n) for n in entry["shape"])
-                begin, stop = (int(n) for n in entry["data_offsets"])
-                if dtype is None:
-                    raise CheckpointError(
-                        f"{key}: {files.path(name)}: torch has no dtype {entry['dtype']!r}."
-                    )
-                if stop - begin != math.prod(sizes) * dtype.itemsize or begin < 0:
-                    raise CheckpointError(
-                        f"{key}: {files.path(name)}: {stop - begin} bytes for shape {sizes} of "
-                        f"{dtype}, which needs {math.prod(sizes) * dtype.itemsize}."
-                    )
-                end = max(end, base + stop)
-                info = sharding.get(key, {})
-                offsets = tuple(info.get("saved_offsets", (0,) * len(sizes)))
-                self._arrays[key, offsets] = Array(name, base + begin, dtype.itemsize, sizes)
-                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                if key not in stored:
-                    stored[key] = TensorStorageMetadata(
-                        TensorProperties(dtype=dtype), torch.Size(sizes), []
-                    )
-                known = stored[key]
-                if known.chunks and not sharding:
-                    raise CheckpointError(
-                        f"{key}: two files hold it, {self._arrays[key, offsets].file} and another."
-                    )
-                known.chunks.append(chunk)
-                known.size = torch.Size(
-                    max(a, o + s) for a, o, s in zip(known.size, offsets, sizes, strict=True)
+        where = files.path(name)
+        sharding = _sharding(where, header)
+        for key, entry in header.entries.items():
+            try:
+                dtype, sizes = torch_form(entry.code, entry.shape)
+            except ValueError as error:
+                raise DamagedCheckpointError(
+                    f"{key}: {where}: {error}. Open it with another tool."
+                ) from None
+            offsets = sharding.get(key, (0,) * len(sizes))
+            if len(offsets) != len(sizes):
+                raise DamagedCheckpointError(
+                    f"{key}: {where}: its chunk of shape {sizes} lies at {offsets}. Restore the file."
                 )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{files.path(name)}: its header can't be read ({error!r}). Restore the file."
-            ) from None
-        self._sizes[name] = end
+            new = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(sizes), [])
+            known = stored.setdefault(key, new)
+            other = known.chunks and self._arrays[key, tuple(known.chunks[0].offsets)].file
+            if other and (not sharding or len(known.size) != len(sizes)):
+                raise DamagedCheckpointError(
+                    f"{key}: two files hold it, {other} and {name}. {_LEFT_OVER}"
+                )
+            if known.properties.dtype != dtype:
+                raise DamagedCheckpointError(
+                    f"{key}: {dtype} in {name}, but {known.properties.dtype} in {other}. {_LEFT_OVER}"
+                )
+            if (key, offsets) in self._arrays:
+                self._twice.append((key, self._arrays[key, offsets].file, name))
+            place = header.data_start + entry.start
+            self._arrays[key, offsets] = Array(name, place, dtype.itemsize, sizes)
+            known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            ends = (max(a, o + s) for a, o, s in zip(known.size, offsets, sizes, strict=True))
+            known.size = torch.Size(ends)
+        self._sizes[name] = header.data_start + max(
+            (entry.stop for entry in header.entries.values()), default=0
+        )
+
+    def coverage_text(self, key: str) -> str:
+        files = sorted({array.file for (k, _), array in self._arrays.items() if k == key})
+        files += [old for k, old, _ in self._twice if k == key and old not in files]
+        return f" (its chunks are in {', '.join(files)}). {_LEFT_OVER}" if len(files) > 1 else ""
 
     def array(self, key: str, chunk: ChunkStorageMetadata) -> Array | None:
         return self._arrays[key, tuple(chunk.offsets)]
@@ -164,7 +125,7 @@ class SafetensorsFiles(Checkpoint):
         raise NotImplementedError  # `array` knows them all
 
     def object_bytes(self, key: str) -> bytes:
-        raise CheckpointError(f"{key}: safetensors files hold tensors only.")
+        raise MissingKeyError(f"{key}: safetensors files hold tensors only.")
 
     def file_bytes(self) -> dict[str, int]:
         return dict(self._sizes)
@@ -174,22 +135,40 @@ class SafetensorsFiles(Checkpoint):
         return array.file, array.start, math.prod(array.shape) * array.itemsize
 
     def structure_faults(self) -> Iterator[Fault]:
-        for name, end in self._sizes.items():
-            size = self.files.size(name)
-            if size is None:
-                yield Fault(name, "the file is missing")
-            elif size < end:
-                yield Fault(name, f"the file has {size} bytes and needs {end}: truncated")
-            elif size > end:
-                yield Fault(name, f"the file has {size - end} bytes more than its header names")
-        if self.path.is_dir() and (self.path / INDEX).is_file():
-            weights = json.loads((self.path / INDEX).read_text())["weight_map"]
-            found = {key: array.file for (key, _), array in self._arrays.items()}
-            for key, name in weights.items():
-                if found.get(key) != name:
-                    yield Fault(key, f"the index says {name}, but it is in {found.get(key)}")
-            for key in found.keys() - weights.keys():
-                yield Fault(key, f"in {found[key]}, but not in the index")
+        if self._index is None:
+            return
+        found = {key: array.file for (key, _), array in self._arrays.items()}
+        for key, name in self._index.items():
+            if found.get(key) != name:
+                yield Fault(key, f"the index says {name}, but it is in {found.get(key)}")
+        for key in found.keys() - self._index.keys():
+            yield Fault(key, f"in {found[key]}, but not in the index")
 
     def checksum_faults(self, key: str) -> Iterator[Fault]:
         return iter(())  # the format has none
+
+
+def _weight_map(files: Files) -> dict[str, str]:
+    """Returns which file holds each key, by a folder's index."""
+    try:
+        weights = json.loads(files.whole(INDEX))["weight_map"]
+        return {str(key): str(name) for key, name in weights.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{files.path(INDEX)}: not an index of safetensors ({error!r}). Restore the file, or "
+            "remove it."
+        ) from None
+
+
+def _sharding(where: str, header: Header) -> dict[str, Shape]:
+    """Returns where the chunks of a file lie that torch's sharded safetensors writer made."""
+    try:
+        told = json.loads(header.metadata.get(_SHARDING, "{}"))
+        found = {key: tuple(info["saved_offsets"]) for key, info in told.items()}
+        if not all(type(n) is int and n >= 0 for offsets in found.values() for n in offsets):
+            raise ValueError("offsets that are not numbers")
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{where}: its {_SHARDING} can't be read ({error!r}). Restore the file."
+        ) from None

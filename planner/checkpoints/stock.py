@@ -1,7 +1,7 @@
 """A checkpoint that torch's own file system writer made, read without executing its pickle."""
 
+import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +12,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 
 from ..state.entries import Index
+from ..storage.format.dtypes import torch_form
+from ..storage.format.header import Header
 from .arrays import Array
 from .files import Files
 from .opened import Checkpoint, Fault
 from .records import Section, damaged, find_array
-from .safe_metadata import read_metadata
+from .safe_metadata import metadata_from_bytes
+from .safetensors_files import read_header
+
+METADATA = ".metadata"
 
 
 class StockCheckpoint(Checkpoint):
     """A folder with `.metadata` and `__{rank}_{n}.distcp` files.
 
     Args:
-        path: The folder.
+        files: The folder's files.
         trust_pickle: Whether to unpickle `.metadata` whatever it names.
 
     Raises:
@@ -35,12 +40,16 @@ class StockCheckpoint(Checkpoint):
 
     format = "dcp"
 
-    def __init__(self, path: Path, *, trust_pickle: bool = False) -> None:
-        metadata = read_metadata(path / ".metadata", trust_pickle=trust_pickle)
+    def __init__(self, files: Files, *, trust_pickle: bool = False) -> None:
+        where = files.path(METADATA)
+        metadata = metadata_from_bytes(files.whole(METADATA), where, trust_pickle=trust_pickle)
         if not isinstance(metadata.storage_data, dict):
-            raise CheckpointError(f"{path / '.metadata'}: it does not say where the data lies.")
-        super().__init__(path, Files(path), metadata)
+            raise DamagedCheckpointError(
+                f"{where}: it does not say where the data lies. Restore the file."
+            )
+        super().__init__(files.root, files, metadata)
         self._places: dict[MetadataIndex, Any] = metadata.storage_data
+        self._headers: dict[str, Header | None] = {}
         self._arrays: dict[tuple[str, torch.Size], Array | None] = {}
 
     def state_path(self, key: str) -> tuple[Any, ...]:
@@ -51,7 +60,7 @@ class StockCheckpoint(Checkpoint):
         place = self._places.get(MetadataIndex(key, offsets))
         if place is None:
             at = f" the chunk at {tuple(offsets)}" if offsets is not None else ""
-            raise CheckpointError(
+            raise IncompleteCheckpointError(
                 f"{key}: the metadata does not say where{at} lies. The save did not finish, or "
                 "a writer lost it."
             )
@@ -72,15 +81,44 @@ class StockCheckpoint(Checkpoint):
                 )
             if len(self._arrays) > 4096:
                 self._arrays.clear()
-            self._arrays[ident] = find_array(
-                self.files, place.relative_path, place.offset, place.length, key
-            )
+            self._arrays[ident] = self._find(key, chunk, place)
         return self._arrays[ident]
+
+    def _find(self, key: str, chunk: ChunkStorageMetadata, place: Any) -> Array | None:
+        name = place.relative_path
+        header = self._header(name)
+        if header is None:
+            return find_array(self.files, name, place.offset, place.length, key)
+        entry = header.entries.get(key)
+        if entry is None:
+            raise DamagedCheckpointError(
+                f"{key}: {self.files.path(name)}: not in this file, though the metadata says so. "
+                "Restore the file."
+            )
+        dtype, shape = torch_form(entry.code, entry.shape)
+        return Array(name, header.data_start + entry.start, dtype.itemsize, shape)
+
+    def _header(self, name: str) -> Header | None:
+        """Returns a data file's header if torch's writer was asked for safetensors, else None."""
+        if name not in self._headers:
+            head = self.files.take(name, 0, 9) if (self.files.size(name) or 0) > 8 else b""
+            plain = head[:4] != b"PK\x03\x04" and head[8:] == b"{"
+            self._headers[name] = read_header(self.files, name) if plain else None
+        return self._headers[name]
 
     def load_chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         place = self._place(key, chunk.offsets)
         section = Section(self.files, place.relative_path, place.offset, place.length)
-        found: torch.Tensor = torch.load(section.stream(), map_location="cpu", weights_only=True)
+        try:
+            found: torch.Tensor = torch.load(
+                section.stream(), map_location="cpu", weights_only=True
+            )
+        except Exception as error:  # torch raises many kinds on damaged bytes
+            raise DamagedCheckpointError(
+                f"{key}: {self.files.path(place.relative_path)}: the chunk at "
+                f"{tuple(chunk.offsets)} can't be read ({type(error).__name__}: "
+                f"{str(error)[:120]}). Restore the file."
+            ) from error
         return found
 
     def object_bytes(self, key: str) -> bytes:
@@ -106,8 +144,14 @@ class StockCheckpoint(Checkpoint):
             spans.setdefault(name, []).append((place.offset, place.length, index.fqn))
         for name, end in sorted(ends.items()):
             size = self.files.size(name)
+            try:
+                if self._header(name) is not None:
+                    continue  # which leaves no hole and no overlap; the places have no offsets
+            except DamagedCheckpointError as error:
+                yield Fault(name, str(error))
+                continue
             if size is None:
-                yield Fault(name, f"the file is missing; {len(spans[name])} parts lie in it")
+                yield Fault(name, f"the file is missing; needed by {_keys(spans[name])}")
             elif size < end:
                 yield Fault(name, f"the file has {size} bytes and needs {end}: truncated")
             reached, holder = 0, ""
@@ -123,7 +167,8 @@ class StockCheckpoint(Checkpoint):
         stored = self.metadata.state_dict_metadata[key]
         chunks: list[torch.Size | None] = [None]
         if isinstance(stored, TensorStorageMetadata):
-            chunks = [chunk.offsets for chunk in stored.chunks]
+            # Nobody needs to write what has no elements.
+            chunks = [chunk.offsets for chunk in stored.chunks if math.prod(chunk.sizes)]
         for offsets in chunks:
             place = self._places.get(MetadataIndex(key, offsets))
             if place is None:
@@ -134,6 +179,14 @@ class StockCheckpoint(Checkpoint):
                 continue  # said once, for the file
             if place.transform_descriptors:
                 continue
+            try:
+                if self._header(place.relative_path) is not None:
+                    if isinstance(stored, TensorStorageMetadata):
+                        self.array(key, next(c for c in stored.chunks if c.offsets == offsets))
+                    continue
+            except DamagedCheckpointError as error:
+                yield Fault(key, str(error))
+                continue
             if isinstance(stored, BytesStorageMetadata) and not self._is_archive(place):
                 continue
             for text in damaged(self.files, place.relative_path, place.offset, place.length):
@@ -142,3 +195,8 @@ class StockCheckpoint(Checkpoint):
     def _is_archive(self, place: Any) -> bool:
         head = min(4, place.length)
         return self.files.take(place.relative_path, place.offset, head) == b"PK\x03\x04"
+
+
+def _keys(spans: list[tuple[int, int, str]]) -> str:
+    count = len({key for *_, key in spans})
+    return f"{count} keys" if count != 1 else f"1 key, {spans[0][2]}"

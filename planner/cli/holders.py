@@ -149,7 +149,7 @@ def of_checkpoint(checkpoint: Checkpoint, key: str) -> Panel:
     stored = checkpoint.tensor(key)
     shape = tuple(stored.size)
     rows = shape[0] if shape else 1
-    panel = Panel(f"{checkpoint.path.name}", rows, math.prod(shape[1:]))
+    panel = Panel(f"{checkpoint.path.rstrip('/').rpartition('/')[2]}", rows, math.prod(shape[1:]))
     files = sorted(checkpoint.file_bytes())
     ranks = {name: rank for name in files if (rank := rank_of(name)) is not None}
     known = len(ranks) == len(files)

@@ -1,9 +1,10 @@
 """The verbs `inspect`, `verify` and `diff`."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from shardplan.layouts import IncompleteCheckpointError
 
 from ..checkpoints.comparing import compare, total_bytes
 from ..checkpoints.opened import nbytes
@@ -84,8 +85,8 @@ def verify(
 
 @verb
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any known format.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any layout.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any known format.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one, of any layout.")],
     values: Annotated[
         bool, typer.Option("--values", help="Compare values too, bit by bit, in bounded memory.")
     ] = False,
@@ -103,6 +104,13 @@ def diff(
         opened(a, trust_pickle) as left,
         opened(b, trust_pickle) as right,
     ):
+        for checkpoint in (left, right):
+            mine = filter(wanted, checkpoint.metadata.state_dict_metadata)
+            for key, what in checkpoint.coverage_faults(mine):
+                raise IncompleteCheckpointError(
+                    f"{key}: {what} in {checkpoint.path}. An incomplete checkpoint can't be "
+                    "compared; see `shardplan verify`."
+                )
         total = total_bytes(left, right, wanted) if values else 0
         with progress("comparing", total, quiet=json_) as advance:
             found = list(

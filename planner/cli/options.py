@@ -15,7 +15,10 @@ from ..checkpoints.opening import open_checkpoint
 from .output import stop
 
 Checkpoint_ = Annotated[
-    Path, typer.Argument(metavar="CKPT", help="A checkpoint's folder or file, of any known format.")
+    str,
+    typer.Argument(
+        metavar="CKPT", help="A checkpoint's folder or file, or its URL, of any known format."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Trust = Annotated[
@@ -38,7 +41,7 @@ Filter = Annotated[
 
 
 @contextmanager
-def opened(path: Path, trust_pickle: bool = False) -> Iterator[Checkpoint]:
+def opened(path: str | Path, trust_pickle: bool = False) -> Iterator[Checkpoint]:
     """Opens a checkpoint for one verb; what its metadata is made of is never looked at for garbage.
 
     A million chunks are millions of objects: looking through them takes as long as reading them.

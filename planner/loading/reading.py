@@ -103,6 +103,14 @@ class Saved:
                 return False
         return True
 
+    def files(self, key: str) -> list[str]:
+        """Returns the names of the files that hold a tensor's chunks, as far as the reader says."""
+        stored = self.stored[key]
+        chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else ()
+        places = (self._places.get(MetadataIndex(key, chunk.offsets)) for chunk in chunks)
+        names = (getattr(place, "relative_path", None) for place in places)
+        return sorted({name for name in names if isinstance(name, str)})
+
     def key(self, key: str) -> str | None:
         """Returns the name that the checkpoint has for a key, wrappers' tokens aside.
 

@@ -230,12 +230,23 @@ class Requests:
             self._report.converted[key] = (str(saved), str(wanted))
         return True
 
+    def _cause(self, key: str, fault: str) -> str:
+        """Returns what a fault of coverage most likely comes from."""
+        files = self._saved.files(key)
+        if not fault.endswith("times") or len(files) < 2:
+            return "The checkpoint is incomplete, or holds one rank's part only."
+        return (
+            f"Its chunks are in {', '.join(files[:8])}{', …' if len(files) > 8 else ''}. Files of an "
+            "older save were probably left in the folder: remove those that are not of the newest "
+            "save, and save into empty folders."
+        )
+
     def _read_box(self, key: str, tensor: torch.Tensor, box: Box, grids: Grids) -> None:
         meetings, faults = self._saved.meetings(key, box.offsets, box.sizes)
         if faults:
             self.faults += (
                 f"{key}: {fault.replace('is covered by no chunk', 'not covered by the checkpoint')}"
-                f" ({grids.facts()}). The checkpoint is incomplete, or holds one rank's part only."
+                f" ({grids.facts()}). {self._cause(key, fault)}"
                 for fault in faults
             )
             return

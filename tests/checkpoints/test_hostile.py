@@ -85,12 +85,12 @@ def rewrite(path, **entry):
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"data_offsets": [-32, 0]}, "32 bytes for shape"),
-        ({"data_offsets": [0, 16]}, "16 bytes for shape"),
-        ({"shape": [1 << 62]}, "bytes for shape"),
+        ({"data_offsets": [-32, 0]}, "no possible entry"),
+        ({"data_offsets": [0, 16]}, "needs 32 bytes but has 16"),
+        ({"shape": [1 << 62]}, "needs 18446744073709551616 bytes but has 32"),
         ({"dtype": "F3"}, "torch has no dtype 'F3'"),
-        ({"shape": "x"}, "header can't be read"),
-        ({"data_offsets": None}, "header can't be read"),
+        ({"shape": "x"}, "no possible entry"),
+        ({"data_offsets": None}, "no possible entry"),
     ],
 )
 def test_safetensors_entries_that_can_not_be(tmp_path, entry, words):
@@ -105,7 +105,7 @@ def test_safetensors_entries_that_can_not_be(tmp_path, entry, words):
 def test_safetensors_headers_that_can_not_be(tmp_path, data):
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         open_checkpoint(path)
 
 
@@ -117,3 +117,25 @@ def test_an_index_that_names_a_file_outside(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="which lies outside of it"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "values", [{"relative_path": 5}, {"offset": "0"}, {"length": "x"}, {"offset": 0.5}]
+)
+def test_places_of_other_kinds_are_damaged(stock, values):
+    change(stock, **values)
+    for verb in ("verify", "inspect"):
+        answer = shardplan(verb, stock)
+        assert (2, "") == (answer.status, answer.out)
+        assert "'w' lies in" in answer.err
+
+
+@pytest.mark.parametrize("name", ["size", "sizes", "offsets"])
+def test_negative_shapes_are_damaged(stock, name):
+    metadata = pickle.loads((stock / ".metadata").read_bytes())
+    stored = metadata.state_dict_metadata["w"]
+    object.__setattr__(stored if name == "size" else stored.chunks[0], name, torch.Size([-8]))
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+    answer = shardplan("verify", stock)
+    assert (2, "") == (answer.status, answer.out)
+    assert "w: " in answer.err and "-8" in answer.err

@@ -1,6 +1,8 @@
 """Stock `.metadata` is read without executing it: only DCP's own types come out."""
 
+import collections
 import os
+import pathlib
 import pickle
 import pickletools
 
@@ -14,8 +16,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError
-from shardplan.planner.checkpoints.safe_metadata import SafeFileSystemReader, read_metadata
+from shardplan.layouts import CheckpointError, DamagedCheckpointError
+from shardplan.planner.checkpoints.opening import open_checkpoint
+from shardplan.planner.checkpoints.reader import CheckpointReader
+from shardplan.planner.checkpoints.safe_metadata import read_metadata
 
 
 def state():
@@ -56,7 +60,7 @@ def test_reader_loads_as_the_stock_one_does(tmp_path):
     dcp.save(state(), checkpoint_id=tmp_path)
     loaded = state()
     loaded["model"]["w"].zero_()
-    dcp.load(loaded, storage_reader=SafeFileSystemReader(tmp_path))
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path))
     assert state()["model"]["w"].tolist() == loaded["model"]["w"].tolist()
 
 
@@ -99,7 +103,7 @@ def test_a_pickle_can_not_change_the_types_it_gets(tmp_path):
     ("value", "what"),
     [
         ({"w": 1}, "holds a dict, not DCP's Metadata"),
-        (Metadata({3: None}), "the key 3 is no text"),
+        (Metadata({3: None}), "the key 3 is not text"),
         (Metadata({"w": "tensor"}), "a str stands where a TensorStorageMetadata belongs"),
         (
             Metadata(
@@ -128,7 +132,7 @@ def test_truncated_and_missing(tmp_path):
     path = tmp_path / ".metadata"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=r"damaged, or no metadata of DCP|not read, since"):
+    with pytest.raises(CheckpointError, match="damaged, or not metadata of DCP"):
         read_metadata(path)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"No such file or directory\. Is it a checkpoint"):
@@ -138,3 +142,111 @@ def test_truncated_and_missing(tmp_path):
 def test_trusting_is_possible(tmp_path):
     path = hostile(tmp_path, Metadata({}, planner_data=Runs(os.getpid)))
     assert os.getpid() == read_metadata(path, trust_pickle=True).planner_data
+
+
+def tuples(metadata):
+    """Megatron-FSDP plans its uneven shards with tuples."""
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, TensorStorageMetadata):
+            stored.size = list(stored.size)
+            for chunk in stored.chunks:
+                object.__setattr__(chunk, "offsets", tuple(chunk.offsets))
+                object.__setattr__(chunk, "sizes", tuple(chunk.sizes))
+    for index in metadata.storage_data:
+        if index.offset is not None:
+            object.__setattr__(index, "offset", tuple(index.offset))
+
+
+def older(metadata):
+    """Attributes that torch 2.2 did not have, and one that no version has."""
+    for name in ("storage_meta", "version"):
+        metadata.__dict__.pop(name, None)
+    for place in metadata.storage_data.values():
+        place.__dict__.pop("transform_descriptors", None)
+        place.__dict__["later"] = ["x"]
+
+
+def ids(metadata):
+    metadata.storage_meta.checkpoint_id = pathlib.PureWindowsPath("C:/run/step")
+    metadata.storage_meta.modules = ["fsspec"]
+
+
+def planner_data(metadata):
+    """Nested containers of plain data, as planners of other libraries keep them."""
+    metadata.planner_data = collections.OrderedDict(
+        metadata.planner_data,
+        **{"more": [{"a": (1, 2.5, None, b"x", {3}, frozenset([4]), 1j)}, torch.Size([2]), True]},
+    )
+
+
+def channels_last(metadata):
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, TensorStorageMetadata):
+            stored.properties.memory_format = torch.channels_last
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("change", [tuples, older, ids, planner_data, channels_last])
+def test_what_trainers_and_older_versions_pickle(tmp_path, change, protocol):
+    dcp.save(state(), checkpoint_id=tmp_path)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata, protocol=protocol))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] == checkpoint.read("model.w").tolist()
+        (chunk,) = checkpoint.tensor("model.w").chunks
+        assert (torch.Size, torch.Size) == (type(chunk.offsets), type(chunk.sizes))
+        assert 3 == checkpoint.load_object("step")
+        assert not list(checkpoint.faults())
+    loaded = state()
+    loaded["model"]["w"].zero_()
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path))
+    assert state()["model"]["w"].tolist() == loaded["model"]["w"].tolist()
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+RENAMED = {
+    "properties of torch 2.2": (
+        (DCP, "TensorProperties"),
+        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ),
+    "memory format of torch 2.2": (
+        (DCP, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ),
+    "Megatron-Core": (
+        (DCP, "Metadata"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    ),
+    "paths of Python 3.13": (("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_types_under_other_names(tmp_path, name):
+    """Protocol 2 spells each global as a line of its module and one of its name."""
+    dcp.save(state(), checkpoint_id=tmp_path)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    if name == "Megatron-Core":
+        metadata.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (3, 4)}}
+    old, new = ("c{}\n{}\n".format(*names).encode() for names in RENAMED[name])
+    data = pickle.dumps(metadata, protocol=2)
+    assert old in data
+    path.write_bytes(data.replace(old, new))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert Metadata is type(checkpoint.metadata)
+        assert [8, 9, 10, 11] == checkpoint.read("model.w")[2].tolist()
+        assert not list(checkpoint.faults())
+
+
+@pytest.mark.parametrize("size", [(1.5,), "ab", ("a",), None, (True,), {1}])
+def test_sizes_of_other_kinds_are_named(tmp_path, size):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    object.__setattr__(metadata.state_dict_metadata["w"].chunks[0], "offsets", size)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match=r"w: .* stands where a size belongs"):
+        read_metadata(path)

@@ -3,8 +3,8 @@
 | name | is |
 |---|---|
 | `dtype_name`, `dtype_of` | a dtype as text in a manifest, and back |
-| `CODES` | safetensors' code of each dtype that it has |
-| `stored_form` | code and shape under which a chunk stands in a data file |
+| `CODES`, `DTYPES` | safetensors' code of each dtype that it has, and back |
+| `stored_form`, `torch_form` | code and shape under which a chunk stands in a data file, and back |
 """
 
 import torch
@@ -34,8 +34,12 @@ CODES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
 }
-ITEMSIZES = {code: dtype.itemsize for dtype, code in CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+# An F4 is half a byte in safetensors, while torch has no element smaller than two of them.
+BITS = {code: 4 if code == "F4" else 8 * dtype.itemsize for code, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -61,4 +65,21 @@ def stored_form(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[str, tuple[
     A dtype that safetensors does not know stands there as bytes, in one more dim.
     """
     code = CODES.get(dtype)
+    if code == "F4":
+        if sizes:
+            return code, (*sizes[:-1], 2 * sizes[-1])
+        code = None  # one element of torch is two of safetensors, and here is no dim to count them
     return (code, sizes) if code is not None else ("U8", (*sizes, dtype.itemsize))
+
+
+def torch_form(code: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Returns the dtype and shape that torch has for an entry of a data file.
+
+    Raises:
+        ValueError: If torch can't hold it: an odd number of half bytes in a row.
+    """
+    if code == "F4":
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"shape {list(shape)} of F4, and torch holds F4 in pairs only")
+        shape = (*shape[:-1], shape[-1] // 2)
+    return DTYPES[code], shape

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, DamagedCheckpointError
 
-from .dtypes import ITEMSIZES
+from .dtypes import BITS
 from .sums import ALGORITHM, BLOCK, block_count
 
 FORMAT_VERSION = 2
@@ -147,6 +147,7 @@ class Header:
         sums: Checksum of each entry but the table of block checksums, by name.
         table: First block of each chunk in that table; chunks of one block are not in it.
         data_start: Position of the first data byte in the file.
+        metadata: The header's own texts, as any tool may write them.
     """
 
     where: str
@@ -155,6 +156,7 @@ class Header:
     sums: dict[str, bytes]
     table: dict[str, int]
     data_start: int
+    metadata: dict[str, str]
 
 
 def check_version(where: str, version: Any) -> None:
@@ -174,16 +176,16 @@ def header_length(where: str, first: bytes, file_nbytes: int) -> int:
     """Returns the length of a header from the first 8 bytes of a file.
 
     Raises:
-        CheckpointError: If the file is too short for it, or it is longer than safetensors allows.
+        DamagedCheckpointError: If the file is too short for it, or it is longer than safetensors allows.
     """
     length = int.from_bytes(first, "little")
     if len(first) < 8 or length > file_nbytes - 8:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{where}: the header should be {length} bytes long, but the file has {file_nbytes} "
-            "bytes. The file is truncated, or no safetensors file."
+            "bytes. The file is truncated, or not a safetensors file."
         )
     if length > MAX_HEADER:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{where}: the header should be {length} bytes long, and safetensors allows "
             f"{MAX_HEADER}. The file is damaged, or hostile."
         )
@@ -199,33 +201,40 @@ def parse_header(where: str, text: bytes, file_nbytes: int) -> Header:
         file_nbytes: Size of the file.
 
     Raises:
-        CheckpointError: If it is no safetensors header, an entry is impossible, or the entries
+        DamagedCheckpointError: If it is not a safetensors header, an entry is impossible, or the entries
             leave a hole, overlap, or end elsewhere than the file.
     """
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the header is no JSON: {error}") from None
+        raise DamagedCheckpointError(
+            f"{where}: the header is not JSON: {error}. Restore the file."
+        ) from None
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{where}: the header is no JSON object")
-    metadata = parsed.pop("__metadata__", {})
+        raise DamagedCheckpointError(f"{where}: the header is not a JSON object. Restore the file.")
+    metadata = parsed.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise DamagedCheckpointError(
+            f"{where}: the header's __metadata__ does not map names to texts. Restore the file."
+        )
     entries = {name: _entry(where, name, raw) for name, raw in parsed.items()}
-    reached = 0
+    reached, before = 0, "the header"
     for name, entry in sorted(entries.items(), key=_bounds):
         if entry.start != reached:
-            kind = "overlaps the entry before it" if entry.start < reached else "leaves a hole"
-            raise CheckpointError(
-                f"{where}: {name} begins at byte {entry.start} and {kind}, which ends at {reached}"
+            kind = "overlaps" if entry.start < reached else "leaves a hole after"
+            raise DamagedCheckpointError(
+                f"{where}: {name} begins at byte {entry.start} of the data and {kind} {before}, "
+                f"which ends at {reached}. Restore the file."
             )
-        reached = entry.stop
+        reached, before = entry.stop, name
     data_start = 8 + len(text)
     if reached != file_nbytes - data_start:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{where}: the entries end at byte {data_start + reached} but the file has "
             f"{file_nbytes}. The file is truncated, or was appended to."
         )
     facts, sums, table = _own(where, metadata, entries)
-    return Header(where, entries, facts, sums, table, data_start)
+    return Header(where, entries, facts, sums, table, data_start, metadata)
 
 
 def _bounds(item: tuple[str, Entry]) -> tuple[int, int]:
@@ -235,19 +244,23 @@ def _bounds(item: tuple[str, Entry]) -> tuple[int, int]:
 def _entry(where: str, name: str, raw: Any) -> Entry:
     try:
         code, shape, (start, stop) = raw["dtype"], raw["shape"], raw["data_offsets"]
-        nbytes = ITEMSIZES[code]
+        bits = BITS.get(code)
+        if bits is None:
+            raise ValueError(f"torch has no dtype {code!r}")
         for size in shape:
             if type(size) is not int or size < 0:
                 raise ValueError(f"shape {shape}")
-            nbytes *= size
+            bits *= size
         if not (type(start) is int and type(stop) is int and 0 <= start <= stop):
             raise ValueError(f"data_offsets [{start}, {stop}]")
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{where}: {name} has no possible entry ({error})") from None
-    if nbytes != stop - start:
-        raise CheckpointError(
-            f"{where}: {name} of shape {shape} and dtype {code} needs {nbytes} bytes but has "
-            f"{stop - start}"
+        raise DamagedCheckpointError(
+            f"{where}: {name} has no possible entry ({error}). Restore the file, or update shardplan."
+        ) from None
+    if bits != 8 * (stop - start):
+        raise DamagedCheckpointError(
+            f"{where}: {name} of shape {shape} and dtype {code} needs {-(-bits // 8)} bytes but has "
+            f"{stop - start}. Restore the file."
         )
     return Entry(code, tuple(shape), start, stop)
 
@@ -266,7 +279,9 @@ def _own(
         raw = bytes.fromhex(metadata["sums"])
         kind = (facts["algorithm"], facts["block"])
     except (AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the header's own part can't be read: {error!r}") from None
+        raise DamagedCheckpointError(
+            f"{where}: the header's own part can't be read: {error!r}"
+        ) from None
     if kind != (ALGORITHM, BLOCK):
         raise CheckpointError(
             f"{where}: its checksums are {kind[0]} of blocks of {kind[1]} bytes, and this version of "
@@ -274,7 +289,7 @@ def _own(
         )
     names = [name for name in entries if name != SUMS]
     if len(raw) != 8 * len(names):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{where}: {len(raw) // 8} checksums for {len(names)} entries. The file is damaged."
         )
     sums = {name: raw[8 * i : 8 * i + 8] for i, name in enumerate(names)}
@@ -286,5 +301,5 @@ def _own(
             blocks += count
     held = entries[SUMS].stop - entries[SUMS].start if SUMS in entries else 0
     if held != 8 * blocks:
-        raise CheckpointError(f"{where}: {held // 8} block checksums for {blocks} blocks")
+        raise DamagedCheckpointError(f"{where}: {held // 8} block checksums for {blocks} blocks")
     return facts, sums, table

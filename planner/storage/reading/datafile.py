@@ -110,7 +110,9 @@ class DataFile:
                 "though the manifest says so. The ranks of this save did not hold the same values."
             )
         sizes = chunk.sizes
-        if (entry.code, entry.shape) != stored_form(dtype, sizes):
+        # Bytes in one more dim: what older versions wrote for dtypes that safetensors has since got.
+        forms = (stored_form(dtype, sizes), ("U8", (*sizes, dtype.itemsize)))
+        if (entry.code, entry.shape) not in forms:
             raise CheckpointError(
                 f"{self.where}: {name} has dtype {entry.code} and shape {entry.shape}, but the "
                 f"manifest says {dtype} and {tuple(sizes)} (rank {self.rank})"
