@@ -11,11 +11,11 @@ messages are measured by pickling them. Cyclic garbage collection is on, as in a
 import argparse
 import dataclasses
 import gc
-import json
 import math
 import pickle
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardplan.layouts import BufferDescription, Cut, DTensorStorage, FSDPFlatBuffer, Grids
 from shardplan.planner import LayoutAwareSavePlanner, SafetensorsReader
-from shardplan.planner.planning.manifest import Members
 from shardplan.planner.save import checkpoint_metadata
 from shardplan.planner.saving.agreement import compare
 from shardplan.planner.saving.messages import PlanMessage
-from shardplan.planner.storage.format.claims import vouched
-from shardplan.planner.storage.format.commit import CHECKPOINT, groups_to_json, part_name
-from shardplan.planner.storage.format.part import part_to_json
+from shardplan.planner.storage.format.commit import CHECKPOINT
+from shardplan.planner.storage.format.messages import decode_message, encode_message
 from shardplan.planner.storage.places.files import files_at
-from shardplan.planner.storage.writing.join import commit_of
-from shardplan.planner.storage.writing.session import Marker
+from shardplan.planner.storage.writing.join import join
 from shardplan.planner.without_gc import without_gc
 
 RANKS = 8
@@ -156,7 +153,7 @@ def _global_plan(results: Results, count: int, world: int, flat: bool) -> None:
         agreement = compare(messages)
         metadata = checkpoint_metadata(agreement.stages)
     chunks = sum(len(m.chunks) for m in metadata.state_dict_metadata.values())
-    own = _own_storage(first, world)
+    own = _own_storage(messages)
     results.add(
         kind="global",
         parameters=count,
@@ -173,49 +170,33 @@ def _global_plan(results: Results, count: int, world: int, flat: bool) -> None:
     )
 
 
-def _own_storage(message: PlanMessage, world: int) -> dict[str, Any]:
-    """Returns what our own storage's manifest costs: written, made a checkpoint of, read in full.
-
-    The first rank vouches for what it stores; one other rank's marker speaks for all others, whose
-    parameters are the rest.
-    """
-    save, digest = "0123456789abcdef", message.digest
-    assert message.manifest is not None
+def _own_storage(messages: Sequence[PlanMessage]) -> dict[str, Any]:
+    """Returns what our own storage's manifest costs: told by a rank, compared and published, read."""
+    save, first = "0123456789abcdef", messages[0]
+    assert first.manifest is not None
     with tempfile.TemporaryDirectory() as folder, without_gc():
         files = files_at(folder)
-        files.make_folder(save)
         start = time.process_time()
-        groups = vouched(message.manifest)
-        told = dataclasses.replace(message.manifest, groups=groups)
-        part = json.dumps(part_to_json(told, 0, save, digest), separators=(",", ":")).encode()
-        files.put(part_name(save, 0), part, sync=False)
-        written = time.process_time() - start
-        rest = {
-            kind: Members(groups.get(kind, Members()).missing(members).bits)
-            for kind, members in message.manifest.groups.items()
-        }
-        markers = [
-            Marker(rank, rank, world, 0, digest, ((rank, rank),), tuple(groups_to_json(rest)))
-            if rank == 1
-            else Marker(rank, rank, world, 0, digest, ((rank, rank),))
-            for rank in range(world)
-        ]
+        reports = [encode_message(first, 0)]
+        told = time.process_time() - start
+        reports += [encode_message(message, rank) for rank, message in enumerate(messages) if rank]
         start = time.process_time()
-        commit = commit_of(files, save, markers)
-        files.put(CHECKPOINT, commit.encode(), sync=False)
+        decoded = [decode_message("a report", report) for report in reports]
+        raw = join(save, decoded, together=False).commit.encode()
+        files.put(CHECKPOINT, raw, sync=False)
         committed = time.process_time() - start
         start = time.process_time()
         metadata = SafetensorsReader(folder).read_metadata()
-        stored = [
-            metadata.state_dict_metadata[f"model.{f}"] for f in message.manifest.chunks[0].layouts
-        ]
+        layouts = first.manifest.chunks[0].layouts
+        stored = [metadata.state_dict_metadata[f"model.{fqn}"] for fqn in layouts]
         opened = time.process_time() - start
-        assert len(stored) == len(message.manifest.chunks[0].layouts)
+        assert len(stored) == len(layouts)
         return {
-            "manifest_s": written,
+            "report_s": told,
             "commit_s": committed,
             "open_s": opened,
-            "manifest_bytes": len(part) + len(commit.encode()),
+            "report_bytes": len(reports[-1]),
+            "manifest_bytes": len(raw),
         }
 
 
@@ -312,10 +293,11 @@ def main() -> None:
             "parameters": "parameters",
             "ranks": "ranks",
             "layout": "layout",
-            "manifest_s": "rank 0 writes the manifest",
-            "commit_s": "rank 0 checks and commits",
+            "report_s": "a stage's first rank reports",
+            "commit_s": "rank 0 compares all and commits",
             "open_s": "a rank reads all of it",
-            "manifest_bytes": "bytes of all of it",
+            "report_bytes": "bytes of another rank's report",
+            "manifest_bytes": "bytes of the manifest",
         },
         kind="global",
     )

@@ -15,7 +15,7 @@
 | `rebuild_tensor` | the function that a pickled tensor names |
 | `is_traceable_wrapper_subclass` | whether a tensor is made of inner tensors |
 
-Tested on torch 2.11, 2.13.0 and 2.14.1.
+Tested on torch 2.13.0 and 2.14.1.
 """
 
 import sys

@@ -15,14 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from shardplan.layouts import (
-    DEFAULT_LAYOUTS,
+    BufferDescription,
     Cut,
     DTensorStorage,
     ExpertGrid,
     FSDPFlatBuffer,
-    BufferDescription,
     Grids,
-    TensorParallel,
 )
 from shardplan.planner import LayoutAwareSavePlanner, PerRank, SafetensorsWriter
 from shardplan.planner.storage.format.header import FORMAT_VERSION
@@ -81,19 +79,19 @@ def dense(path):
 
 
 def flat(path):
-    """Three parameters in one flat buffer over 3 ranks, cut in the middle of rows, and padding."""
+    """Three parameters in one flat buffer over 3 ranks, cut in the middle of rows, with padding."""
     shapes = {"a": (5, 3), "b": (7,), "c": (2, 4)}
     whole = {f"model.{n}": numbers(n, s) for n, s in shapes.items()}
-    buffer = torch.cat([*(whole[f"model.{n}"].reshape(-1) for n in shapes), torch.zeros(3)])
-    layouts = [FSDPFlatBuffer(buffers=[BufferDescription(shapes, 3, 1)])]
+    # Parameters begin at multiples of 4 elements: a at 0, b at 16, c at 24; a rank has 12 elements.
+    starts, each = {"a": 0, "b": 16, "c": 24}, 12
+    layouts = [FSDPFlatBuffer(buffers=[BufferDescription(shapes, 3, 4)])]
     states, planners = [], []
     for rank in range(3):
-        shard, at, local = buffer.chunk(3)[rank], 0, {}
-        for name, shape in shapes.items():
-            count = torch.Size(shape).numel()
-            low, high = max(at - 11 * rank, 0), max(min(at + count - 11 * rank, 11), 0)
-            local[name] = shard[min(low, 11) : max(high, min(low, 11))].clone()
-            at += count
+        local = {}
+        for name, start in starts.items():
+            flat = whole[f"model.{name}"].reshape(-1)
+            low, high = (max(each * r - start, 0) for r in (rank, rank + 1))
+            local[name] = flat[low:high].clone()
         states.append({"model": local})
         grid = Grids.from_sizes(rank, dp_shard=3)
         planners.append(LayoutAwareSavePlanner(shapes, grid=grid, layouts=layouts))
@@ -110,7 +108,7 @@ def experts(path):
         shapes = {f"{name}{i}": (4, 2) for i in range(2)}
         local = {f"{name}{i}": whole[f"model.{name}{2 * rank + i}"] for i in range(2)}
         states.append({"model": local})
-        grid = Grids.from_sizes(rank, ep=2)
+        grid = Grids.from_sizes(rank, dp_shard=2, ep=2)
         own = LayoutAwareSavePlanner(shapes, grid=grid, layouts=[ExpertGrid(num_experts=4)])
         planners.append(own)
     save(path, states, planners)

@@ -50,7 +50,7 @@ def test_golden_checkpoint_is_sound(folder, capsys, monkeypatch):
     with open_checkpoint(folder / "checkpoint") as opened:
         assert tensors.keys() == set(opened.tensors)
         assert values.keys() <= set(opened.objects)
-    monkeypatch.setattr("sys.argv", ["shardplan", "verify", "--values", str(folder / "checkpoint")])
+    monkeypatch.setattr("sys.argv", ["shardplan", "verify", str(folder / "checkpoint")])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0, capsys.readouterr()
