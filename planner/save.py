@@ -159,11 +159,20 @@ class LayoutAwareSavePlanner(SavePlanner):
         """Takes the state dict of this save; see `torch.distributed.checkpoint.SavePlanner`.
 
         Waits if a save in another thread has the planner.
+
+        Raises:
+            CheckpointExistsError: If torch's writer saves into a folder that holds a checkpoint of
+                the library's own format.
         """
         self._turn.take()
         self._state_dict = state_dict
         self._writer = storage_meta.writer if isinstance(storage_meta, WriterMeta) else None
         self._spare = {}
+        if self._writer is None and is_coordinator and storage_meta is not None:
+            from .storage.folder import check_stock_save  # imports this module
+
+            if storage_meta.checkpoint_id is not None:
+                check_stock_save(storage_meta.checkpoint_id)
 
     def create_local_plan(self) -> SavePlan:
         """Returns the rank's write items, in a plan that travels without them.

@@ -5,11 +5,13 @@ complete by `.metadata`. `finalize` puts both there on purpose. Any other `.meta
 checkpoint, and nobody can tell which of the two is meant.
 """
 
+from typing import Any
+
 from shardplan.layouts import CheckpointError, CheckpointExistsError
 
 from .format.commit import Commit, read_commit
 from .format.sums import block_sum
-from .places.files import Files
+from .places.files import Files, files_at
 
 STOCK = ".metadata"
 
@@ -49,6 +51,27 @@ def check_alone(files: Files, commit: Commit | None) -> None:
             "Nobody can tell which is meant. Move or delete the files of one: checkpoint.json and the "
             f"folder {commit.save}, or {STOCK} and the *.distcp files; or run shardplan finalize if "
             f"the first is meant and {STOCK} is an old one of it."
+        )
+
+
+def check_stock_save(path: Any) -> None:
+    """Refuses a save in torch's format into a folder that holds a checkpoint of the library's own.
+
+    Both would count as complete. A path that can't be looked into is left to the storage writer.
+
+    Raises:
+        CheckpointExistsError: If it does.
+    """
+    try:
+        files = files_at(path)
+        commit = read_commit(files)
+    except (OSError, TypeError, ValueError, CheckpointError):
+        return
+    if commit is not None:
+        raise CheckpointExistsError(
+            f"{files.root}: already exists: a checkpoint in the library's own format (save "
+            f"{commit.save}), beside which torch's writer would put a second one. Save elsewhere, "
+            "delete it first, or replace it with SafetensorsWriter(path, overwrite=True)."
         )
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardplan.layouts import CheckpointError, CheckpointExistsError, Grids, RanksDisagreeError
 
 from ..saving.agreement import first_difference
-from ..saving.messages import PlanMessage, WriterMeta
+from ..saving.messages import PlanMessage, WriterMeta, unpack
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
 from .folder import look
@@ -28,7 +28,7 @@ from .format.messages import decode_message, encode_message
 from .places.files import Files, files_at
 from .writing.identity import Identity, identify
 from .writing.join import PlansDiffer, join
-from .writing.rankfile import Writer, check_keys, write_rank_file
+from .writing.rankfile import Writer, check_key, write_rank_file
 from .writing.session import Session
 
 
@@ -152,7 +152,10 @@ class SafetensorsWriter(StorageWriter):
         world = message.grids[0].world_size
         self.collective = self.collective and world > 1
         try:
-            check_keys(plan.items)
+            for item in plan.items:
+                check_key(item.index.fqn, item.type is not WriteItemType.BYTE_IO)
+            for extra in unpack(message.told.extras):  # which the rank may write late
+                check_key(extra.key, extra.dtype is not None)
             files = files_at(self.path)
             if self.collective:
                 look(files, self._overwrite)
@@ -255,7 +258,6 @@ class SafetensorsWriter(StorageWriter):
         assert session is not None and planner is not None  # write_data came before
         items = planner.spare_items(set(keys))
         if items:
-            check_keys(items)
             self._write(session.files, session.save, items, planner, late=True)
 
     def _failed(self, error: BaseException) -> BaseException:

@@ -45,26 +45,24 @@ class Writer:
     digest: str
 
 
-def check_keys(items: Sequence[WriteItem]) -> None:
-    """Refuses keys that a data file can't hold, before a byte is written.
+def check_key(key: str, is_tensor: bool) -> None:
+    """Refuses a key that a data file can't hold.
 
     Raises:
-        UnstorableValueError: If a key is one that the format itself uses, or not valid text.
+        UnstorableValueError: If the format itself uses it, or it is not valid text.
     """
-    for item in items:
-        key = item.index.fqn
-        if item.type is not WriteItemType.BYTE_IO and key.startswith(_RESERVED):
-            raise UnstorableValueError(
-                f"{key}: a tensor can't have this key: names that begin with {_RESERVED[0]} or "
-                f"{_RESERVED[1]} are the file format's own. Rename it."
-            )
-        try:
-            key.encode()
-        except UnicodeEncodeError as error:
-            raise UnstorableValueError(
-                f"{key!a}: this key is not valid text ({error.reason}), and no other tool could read "
-                "the file. Rename it."
-            ) from None
+    if is_tensor and key.startswith(_RESERVED):
+        raise UnstorableValueError(
+            f"{key}: a tensor can't have this key: names that begin with {_RESERVED[0]} or "
+            f"{_RESERVED[1]} are the file format's own. Rename it."
+        )
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise UnstorableValueError(
+            f"{key!a}: this key is not valid text ({error.reason}), and no other tool could read "
+            "the file. Rename it."
+        ) from None
 
 
 def write_rank_file(
