@@ -8,7 +8,6 @@
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from shardplan.layouts import (
     expert_name,
 )
 from shardplan.layouts.fsdp import DTensorStorage, dtensor_cuts
+from shardplan.layouts.grid import mesh_axes
 from shardplan.layouts.model import ModelLayouts
 from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
 
@@ -207,15 +207,27 @@ class _Checks:
             if placed is not layout:
                 layout = placed
                 numel = layout.storage.numel(self._chunk.grids.of(layout.family))
-        if held != numel:
-            raise self._misfit(layout, tensor, local, numel)
-        shape = layout.local_shape
-        whole = tensor is local and isinstance(layout.storage, Whole | Cuts) and local.dim() > 1
-        # A cut of nothing leaves nothing, so that only what is stored whole has a shape to check.
-        whole = whole and (numel > 0 or isinstance(layout.storage, Whole))
-        if whole and len(shape) > 1 and numel == math.prod(shape) and tuple(local.shape) != shape:
-            raise self._misfit(layout, tensor, local, numel)
-        return layout, SHARD
+        if held == numel and self._has_shape(layout, tensor, local):
+            return layout, SHARD
+        # What is whole on every rank may have any shape: factors of rows, preconditioners.
+        if slot and self._chunk.grids.of(layout.family).count(layout.axes) == 1:
+            return layout, VALUE
+        raise self._misfit(layout, slot, tensor, local, numel)
+
+    def _has_shape(self, layout: Layout, tensor: torch.Tensor, local: torch.Tensor) -> bool:
+        """Whether a local tensor with the right number of elements has them in the right shape."""
+        storage, shape = layout.storage, tuple(local.shape)
+        if local.dim() == 1 and tensor is local:
+            return True  # flattened, row by row
+        if isinstance(storage, FlatBuffer | FlatRanges):
+            # A slice of the flattened parameter, which may be shown as rows of it.
+            return not local.numel() or local.dim() == 1 or shape[1:] == layout.local_shape[1:]
+        if isinstance(storage, Cuts):
+            held = storage.held(self._chunk.grids.of(layout.family))
+            expected = tuple(sum(stop - start for start, stop in dim) for dim in held)
+            # Without elements a tensor has nothing that could lie elsewhere.
+            return not local.numel() or shape == expected
+        return shape == layout.local_shape or not isinstance(storage, Whole)
 
     def _placed(self, fqn: str, layout: Layout, tensor: DTensor) -> Layout:
         """Returns the layout with the cuts that a DTensor's own placements make."""
@@ -225,6 +237,7 @@ class _Checks:
         cuts = self._cuts.get(ident)
         if cuts is None:
             grid = self._chunk.grids.of(layout.family)
+            _check_mesh_of_expert(fqn, layout, tensor, grid)
             shape = tuple(tensor.shape)
             info = ParamInfo(fqn, shape, grid, layout.family == "expert", None, tensor)
             cuts = self._cuts[ident] = dtensor_cuts(info)
@@ -243,20 +256,28 @@ class _Checks:
         return Layout(layout.fqn, layout.name, (cuts, *layout.stages[1:]), layout.family)
 
     def _misfit(
-        self, layout: Layout, tensor: torch.Tensor, local: torch.Tensor, numel: int
+        self, layout: Layout, slot: str, tensor: torch.Tensor, local: torch.Tensor, numel: int
     ) -> LayoutError:
         kind = "DTensor's local part" if tensor is not local else "tensor"
+        name = f"{layout.fqn}: slot {slot!r}" if slot else layout.fqn
+        facts = self._chunk.grids.facts()
+        if slot and tuple(tensor.shape) != layout.local_shape:
+            return LayoutError(
+                f"{name}: the {kind} has shape {tuple(local.shape)} but the parameter's local tensor "
+                f"{layout.local_shape}, of which this rank stores {numel} elements ({facts}). Say how "
+                "it is cut with a provider in optimizer_layouts=, wrap it in PerRank if each rank has "
+                "its own, or leave the slot out of the state dict."
+            )
         if local.numel() == numel:
             return LayoutError(
-                f"{layout.fqn}: the {kind} has shape {tuple(local.shape)} but the parameter "
-                f"{layout.local_shape} ({self._chunk.grids.facts()}). Build the planner with the "
-                "model as it is when it is saved or loaded."
+                f"{name}: the {kind} has shape {tuple(local.shape)} but the parameter "
+                f"{layout.local_shape} ({facts}). Build the planner with the model as it is when it "
+                "is saved or loaded, and DTensors with the shape that their placements give."
             )
         return LayoutError(
-            f"{layout.fqn}: the {kind} has {local.numel()} elements in shape {tuple(local.shape)} "
+            f"{name}: the {kind} has {local.numel()} elements in shape {tuple(local.shape)} "
             f"but its layout stores {numel} of a local tensor of shape {layout.local_shape} on this "
-            f"rank "
-            f"({self._chunk.grids.facts()}). Pass the provider that knows how it is cut, such as "
+            f"rank ({facts}). Pass the provider that knows how it is cut, such as "
             "FSDPFlatBuffer({name: ranges})."
         )
 
@@ -300,6 +321,19 @@ def _place_lone(
             kind = Kind(len(holdings.chunks), place, SHARD, tensor.dtype)
             holdings.held.append(Holding(number, kind, len(layouts) - 1, layouts[key]))
         holdings.chunks = (*holdings.chunks, chunk)
+
+
+def _check_mesh_of_expert(fqn: str, layout: Layout, tensor: DTensor, grid: Grid) -> None:
+    """Refuses an expert whose placements say that all expert-parallel ranks hold the same."""
+    if grid.size("ep") == 1 or layout.family != "expert":
+        return
+    for name, placement in zip(mesh_axes(tensor.device_mesh), tensor.placements, strict=True):
+        if grid.resolve(name) == "ep" and placement.is_replicate():
+            raise LayoutError(
+                f"{fqn}: its placements {tensor.placements} say that all {grid.size('ep')} ranks of the "
+                f"expert axis {name!r} hold the same experts, but each has its own ({grid.facts()})."
+                " Shard it on that axis, or build it on a mesh without it."
+            )
 
 
 def _check_expert(key: str, layout: Layout, grid: Grid) -> None:

@@ -166,6 +166,7 @@ def build_table(
         for section, given in modules_of(model):
             # FSDP1's state dict describes itself, and its parameters do not.
             module = None if is_flattened(given) else given
+            _check_gathered(module)
             carried = carried_pg_collection(module)
             collection = carried if section is not None and carried is not None else pg_collection
             grids = grid or _grids(module, collection or carried, ep_rank, ep_size)
@@ -193,6 +194,21 @@ def build_table(
             "give a pg_collection or grid= for each."
         )
     return LayoutTable(chunks)
+
+
+def _check_gathered(module: Any) -> None:
+    """Refuses a model whose parameters DeepSpeed's ZeRO-3 has taken apart: they are empty."""
+    named = module.named_parameters() if hasattr(module, "named_parameters") else ()
+    for fqn, parameter in named:
+        shape = getattr(parameter, "ds_shape", None)
+        if shape is not None and tuple(parameter.shape) != tuple(shape):
+            raise LayoutError(
+                f"{fqn}: DeepSpeed's ZeRO-3 keeps a partition of this parameter of shape "
+                f"{tuple(shape)} in ds_tensor, and the parameter itself has shape "
+                f"{tuple(parameter.shape)}. Build the planner, and save or load, inside "
+                "deepspeed.zero.GatheredParameters(list(model.parameters())), where parameters are "
+                "whole; or describe the partitions with FSDPFlatBuffer."
+            )
 
 
 def modules_of(model: Any) -> list[tuple[str | None, Any]]:
