@@ -15,7 +15,13 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from shardplan.layouts import CheckpointError, Grids, LayoutProvider
+from shardplan.layouts import (
+    CheckpointError,
+    Grids,
+    LayoutProvider,
+    MissingKeyError,
+    UnexpectedKeyError,
+)
 from shardplan.layouts.errors import summary
 from shardplan.layouts.slab import Box
 
@@ -198,12 +204,16 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             holdings.chunks,
             [g.prefix for g in self._requests.groups if isinstance(g, GroupLoad)],
             self._requests.rank_prefixes,
+            _is_flat(snapshot.paths, raw),
         )
         empty = self._requests.empty and unfilled(
-            self._requests.empty, self.report.unexpected, holdings.held, holdings.chunks
+            self._requests.empty,
+            self.report.unexpected,
+            holdings.chunks,
+            any(chunk.layouts for chunk in self._table.chunks),
         )
         if empty and self._policies.missing == "error":
-            raise CheckpointError(
+            raise MissingKeyError(
                 summary(
                     f"{key}: empty here, but the checkpoint has {len(keys)} values below it, such "
                     f"as {keys[0]} ({self._table.grids.facts()})"
@@ -213,7 +223,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 "optimizer that has not stepped. Or pass strict=False to go on without these values."
             )
         if self._policies.unexpected == "error" and self.report.unexpected:
-            raise CheckpointError(
+            raise UnexpectedKeyError(
                 summary(f"{key}: nothing asks for it" for key in self.report.unexpected)
                 + " Ask for these keys of the checkpoint too, or pass the policy "
                 "unexpected='report'."
@@ -357,3 +367,9 @@ class QuietLoadPlan(LoadPlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadPlan, ([], self.storage_data, self.planner_data)
+
+
+def _is_flat(paths: list[Path], values: list[Any]) -> bool:
+    """Whether a state dict has its tensors at the top, as `model.state_dict()` does, in no section."""
+    deep = [len(p) > 1 for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)]
+    return not any(deep) if deep else all(len(path) == 1 for path in paths)

@@ -6,17 +6,17 @@
 | `unfilled` | empty containers for which the checkpoint has values of this rank's parameters |
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from shardplan.layouts import Grid, Layout, clean_name
+from shardplan.layouts import EXPERT, Grid, Layout, clean_name
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.stages import Stage
 from shardplan.layouts.storage import Whole
 from shardplan.layouts.variants import variants
 
 from ..planning.holdings import Holding
-from ..planning.manifest import SHARD, all_value_names
+from ..planning.manifest import SHARD, all_value_names, value_names
 from ..planning.optimizer import components
 from ..planning.table import Chunk
 from ..state.entries import Place
@@ -31,12 +31,14 @@ def unexpected_keys(
     chunks: Sequence[Chunk],
     group_prefixes: Sequence[str],
     rank_prefixes: Sequence[str] = (),
+    flat: bool = False,
 ) -> list[str]:
     """Returns the keys in the loaded sections that neither this rank nor another shard asks for.
 
     A rank that stores nothing of a parameter has no optimizer state for it, and other ranks hold
     other experts: what the layouts of this rank's chunks explain is expected, in any form that
-    it may have on disk.
+    it may have on disk. What this rank stores and does not ask for, such as the state of a
+    parameter that is frozen now, is not.
 
     Args:
         stored: The checkpoint's keys.
@@ -45,22 +47,28 @@ def unexpected_keys(
         chunks: The model's chunks.
         group_prefixes: Keys of the lists of parameter groups, with their last dot.
         rank_prefixes: Keys of values of which every rank has its own, up to the index.
+        flat: Whether the state dict has no sections, so that every key of the checkpoint counts.
     """
     known = set(loaded)
     sections = {key.partition(".")[0] for key in known}
-    left = [key for key in stored if key not in known and key.partition(".")[0] in sections]
+    left = [
+        key for key in stored if key not in known and (flat or key.partition(".")[0] in sections)
+    ]
     if not left:
         return []
-    places: dict[int, dict[tuple[Place, bool], None]] = {}
+    places: dict[int, dict[tuple[Place, bool], set[int]]] = {}
     for holding in held:
         found = places.setdefault(holding.kind.chunk, {})
-        found[holding.kind.place, holding.kind.role == SHARD] = None
+        sharded = holding.kind.role == SHARD
+        found.setdefault((holding.kind.place, sharded), set()).add(holding.order)
     explained: set[str] = set()
     grouped: set[str] = set()
     for number, chunk in enumerate(chunks):
         names = _ChunkNames(chunk)
-        for place, sharded in places.get(number, ()):
+        for (place, sharded), orders in places.get(number, {}).items():
             explained.update(map(place.key, names.of(place.slot, sharded)))
+            lacking = names.lacking(place.slot, sharded, orders)
+            explained.difference_update(map(place.key, lacking))
         grouped.update(names.of("", False) if group_prefixes else ())
 
     def expected(key: str) -> bool:
@@ -81,8 +89,8 @@ def unexpected_keys(
 def unfilled(
     empty: Iterable[str],
     left: Sequence[str],
-    held: Sequence[Holding],
     chunks: Sequence[Chunk],
+    has_model: bool = True,
 ) -> dict[str, list[str]]:
     """Returns empty containers below which the checkpoint has values of this rank's parameters.
 
@@ -91,8 +99,9 @@ def unfilled(
     Args:
         empty: Keys of empty containers.
         left: The checkpoint's keys that nothing asks for.
-        held: What this rank holds.
         chunks: The model's chunks.
+        has_model: Whether there are layouts to tell which values are of this rank's parameters;
+            without, all are taken to be.
 
     Returns:
         For each such container the checkpoint's keys below it.
@@ -100,13 +109,13 @@ def unfilled(
     below = {key: [k for k in left if k.startswith(key + ".")] for key in empty}
     if not any(below.values()):
         return {}
+    if not has_model:
+        return {key: keys for key, keys in below.items() if keys}
     names = set()
-    fqns = [list(chunk.layouts) for chunk in chunks]
-    for holding in held:
-        if holding.kind.role == SHARD and not holding.kind.place.slot:
-            chunk = chunks[holding.kind.chunk]
+    for chunk in chunks:
+        for fqn in chunk.layouts:
             # An optimizer's state may be cut where the parameter is not.
-            layout = chunk.layout(fqns[holding.kind.chunk][holding.order], "state")
+            layout = chunk.layout(fqn, "state")
             for frame in layout.frames(chunk.grids.of(layout.family)):
                 if frame.boxes:
                     names.add(layout.key(frame))
@@ -140,6 +149,22 @@ class _ChunkNames:
                 for name in self._names(self._chunk.layout(fqn, slot), sharded)
             ]
         return self._made[ident]
+
+    def lacking(self, slot: str, sharded: bool, held: Collection[int]) -> Iterator[str]:
+        """Yields the names of a slot's values that this rank stores a part of and does not hold."""
+        for order, fqn in enumerate(self._chunk.layouts):
+            if order in held:
+                continue
+            layout = self._chunk.layout(fqn, slot)
+            grid = self._chunk.grids.of(layout.family)
+            if not layout.storage.numel(grid):
+                continue
+            if EXPERT not in layout.name:
+                yield from self._names(layout, sharded)
+            elif sharded:
+                yield from (layout.key(frame) for frame in layout.frames(grid) if frame.boxes)
+            else:
+                yield from value_names(layout, grid)
 
     def _names(self, layout: Layout, sharded: bool) -> Iterable[str]:
         grid = self._chunk.grids.of(layout.family)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, DamagedCheckpointError, ShapeMismatchError
 from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.model import clean_name
 from shardplan.layouts.slab import Shape
@@ -166,6 +166,19 @@ class Saved:
         """
         stored = self.stored[key]
         assert isinstance(stored, TensorStorageMetadata)  # callers ask for tensors only
+        ndim = len(stored.size)
+        for chunk in stored.chunks if id(stored.chunks) not in self._indexes else ():
+            if len(chunk.offsets) != ndim or len(chunk.sizes) != ndim:
+                raise DamagedCheckpointError(
+                    f"{key}: a chunk at {tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)} in a "
+                    f"tensor of shape {tuple(stored.size)}: its metadata is damaged, or was written "
+                    "by a faulty planner. Save it again, or load another checkpoint."
+                )
+        if ndim != len(offsets):
+            raise ShapeMismatchError(
+                f"{key}: size mismatch: the checkpoint has {ndim} dims (shape {tuple(stored.size)}), "
+                f"and {len(offsets)} are asked for. Is it another model?"
+            )
         index = self._indexes.get(id(stored.chunks))
         if index is None:
             index = self._indexes[id(stored.chunks)] = _ChunkIndex(stored.chunks)

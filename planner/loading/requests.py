@@ -18,7 +18,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from shardplan.layouts import CheckpointError, Grid, Grids, Layout, Unpad
+from shardplan.layouts import (
+    CheckpointError,
+    DtypeMismatchError,
+    Grid,
+    Grids,
+    IncompleteCheckpointError,
+    Layout,
+    MissingKeyError,
+    ShapeMismatchError,
+    Unpad,
+)
 from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Box, Frame, contiguous_strides
@@ -94,6 +104,7 @@ class Requests:
         self.groups: list[GroupLoad | EqualValues] = []
         self.pads: list[tuple[str, torch.Tensor, list[Box]]] = []
         self.faults: list[str] = []
+        self._kind: type[CheckpointError] = CheckpointError
         self.empty: list[str] = []
         self.rank_prefixes: list[str] = []
         self._frames: dict[tuple[int, Grid], tuple[tuple[Stage, ...], tuple[Frame, ...]]] = {}
@@ -174,7 +185,7 @@ class Requests:
             return
         choice = choose(key, value, seat, found, self._policies, self._grids.facts())
         if choice.fault:
-            self.faults.append(choice.fault)
+            self.fault(CheckpointError, choice.fault)
             return
         if choice.note:
             self._report.ranks[key] = choice.note
@@ -192,9 +203,10 @@ class Requests:
     ) -> bool:
         """Checks a stored tensor's kind, shape and dtype; what does not fit is a fault."""
         if isinstance(stored, BytesStorageMetadata):
-            self.faults.append(
+            self.fault(
+                DtypeMismatchError,
                 f"{key}: the checkpoint holds a Python value, the state dict a tensor of shape "
-                f"{shape} ({grids.facts()}). Load it into a value of the kind that was saved."
+                f"{shape} ({grids.facts()}). Load it into a value of the kind that was saved.",
             )
             return False
         size = tuple(stored.size)
@@ -214,9 +226,10 @@ class Requests:
                 )
             if padding:
                 hint = "The true sizes of the vocabulary differ."
-            self.faults.append(
+            self.fault(
+                ShapeMismatchError,
                 f"{key}: the checkpoint has shape {size}, this model needs {shape} "
-                f"({grids.facts()}). {hint}"
+                f"({grids.facts()}; size mismatch). {hint}",
             )
             return False
         return self._converts(key, stored.properties.dtype, dtype)
@@ -224,7 +237,7 @@ class Requests:
     def _converts(self, key: str, saved: torch.dtype, wanted: torch.dtype) -> bool:
         fault = conversion_fault(saved, wanted, self._policies.dtype)
         if fault is not None:
-            self.faults.append(f"{key}: saved as {saved}, wanted as {wanted}: {fault}.")
+            self.fault(DtypeMismatchError, f"{key}: saved as {saved}, wanted as {wanted}: {fault}.")
             return False
         if saved != wanted:
             self._report.converted[key] = (str(saved), str(wanted))
@@ -244,16 +257,18 @@ class Requests:
     def _read_box(self, key: str, tensor: torch.Tensor, box: Box, grids: Grids) -> None:
         meetings, faults = self._saved.meetings(key, box.offsets, box.sizes)
         if faults:
-            self.faults += (
-                f"{key}: {fault.replace('is covered by no chunk', 'not covered by the checkpoint')}"
-                f" ({grids.facts()}). {self._cause(key, fault)}"
-                for fault in faults
-            )
+            for fault in faults:
+                what = fault.replace("is covered by no chunk", "not covered by the checkpoint")
+                self.fault(
+                    IncompleteCheckpointError,
+                    f"{key}: {what} ({grids.facts()}). {self._cause(key, fault)}",
+                )
             return
         if overlaps(tensor):
-            self.faults.append(
+            self.fault(
+                CheckpointError,
                 f"{key}: several elements of the tensor to fill share memory (strides "
-                f"{local_tensor(tensor).stride()}). Load into a tensor of its own, such as its clone()."
+                f"{local_tensor(tensor).stride()}). Load into a tensor of its own, such as its clone().",
             )
             return
         number = len(self.targets)
@@ -317,9 +332,10 @@ class Requests:
         if isinstance(stored, BytesStorageMetadata):
             tensor = value if isinstance(value, torch.Tensor) else None
             if tensor is not None and local_tensor(tensor).numel() != 1 and not _is_blob(key):
-                self.faults.append(
+                self.fault(
+                    DtypeMismatchError,
                     f"{name}: the checkpoint holds a Python value, the state dict a tensor of "
-                    f"shape {tuple(tensor.shape)}. Load it into a value of the kind that was saved."
+                    f"shape {tuple(tensor.shape)}. Load it into a value of the kind that was saved.",
                 )
                 return
             self._request(Target(name, path, None, scalar=value), None)
@@ -347,9 +363,10 @@ class Requests:
                 self._report.replaced.append(key)
                 return Target(key, path, torch.empty(size, dtype=dtype), box, scalar=value)
             if tuple(local.shape) != size:
-                self.faults.append(
-                    f"{key}: the checkpoint has shape {size}, the state dict {tuple(local.shape)}, "
-                    "and no layout explains it. Pass the model, or a tensor of the saved shape."
+                self.fault(
+                    ShapeMismatchError,
+                    f"{key}: the checkpoint has shape {size}, the state dict {tuple(local.shape)} "
+                    "and no layout explains it. Pass the model, or a tensor of the saved shape.",
                 )
                 return None
             return (
@@ -361,9 +378,10 @@ class Requests:
             return Target(
                 key, path, torch.empty(size, dtype=dtype), box, scalar=value, as_number=True
             )
-        self.faults.append(
+        self.fault(
+            DtypeMismatchError,
             f"{key}: the checkpoint holds a tensor of shape {size}, the state dict a "
-            f"{type(value).__name__}. Load it into a value of the kind that was saved."
+            f"{type(value).__name__}. Load it into a value of the kind that was saved.",
         )
         return None
 
@@ -401,20 +419,27 @@ class Requests:
         missing = [key for key in self._report.missing if not _is_blob(key)]
         facts = self._grids.facts()
         if (missing or tolerated) and not self._report.loaded:
-            raise CheckpointError(
-                f"none of the {len(self._report.missing)} requested keys is in the checkpoint; the "
+            raise MissingKeyError(
+                f"Missing keys: none of the {len(self._report.missing)} requested keys is in the checkpoint; the "
                 f"first is {self._report.missing[0]} ({facts}). Does the state dict have the "
                 f"sections that were saved? The checkpoint has {self._sample()}."
             )
         if missing and self._policies.missing == "error":
-            self.faults += (f"{key}: not in the checkpoint ({facts})." for key in missing)
+            for key in missing:
+                self.fault(MissingKeyError, f"{key}: not in the checkpoint ({facts}).")
         if self.faults:
             hint = (
-                " Pass strict=False to load what there is."
+                " Missing keys: pass strict=False to load what there is."
                 if missing and self._policies.missing == "error"
                 else ""
             )
-            raise CheckpointError(summary(self.faults) + hint)
+            raise self._kind(summary(self.faults) + hint)
+
+    def fault(self, kind: type[CheckpointError], text: str) -> None:
+        """Notes what does not fit; `check` raises the kind of the first."""
+        if not self.faults:
+            self._kind = kind
+        self.faults.append(text)
 
     def _sample(self) -> str:
         keys = list(self._saved.stored)

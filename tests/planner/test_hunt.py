@@ -18,7 +18,6 @@ from shardplan.layouts import (
     FSDPFlatBuffer,
     Grids,
     TensorParallel,
-    UnstorableValueError,
 )
 from shardplan.planner import (
     CheckpointError,

@@ -90,4 +90,4 @@ def test_the_short_forms_win_over_policies(path):
 
 def test_the_report_as_text(path):
     report = load(path, {"w": torch.zeros(4), "x": 0}, strict=False)
-    assert "1 loaded; 1 missing (x)" == str(report)
+    assert "1 loaded; 1 missing (x); 2 unexpected (n, opt.state.0.m)" == str(report)
