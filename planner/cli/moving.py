@@ -11,7 +11,7 @@ from ..huggingface.transfer import export_checkpoint, import_checkpoint, plan_ex
 from ..recipes.files import load_recipe
 from ..recipes.numbers import Numbers, read_config
 from ..storage import finalize
-from .options import Checkpoint_, Json, Trust, check_free, opened
+from .options import Checkpoint_, Json, Trust, opened
 from .output import console, many, progress, say_json, size, stop, verb
 
 # What people expect a single file of some other kind under.
@@ -44,7 +44,6 @@ def convert_(
             as_json=json_,
         )
     kind = to or suffixes.get(out.suffix, "dcp")
-    check_free(out, overwrite)
     with opened(ckpt, trust_pickle) as checkpoint:
         total = sum(map(nbytes, checkpoint.tensors.values()))
         with progress("converting", total, quiet=json_) as advance:
@@ -52,6 +51,7 @@ def convert_(
                 checkpoint,
                 out,
                 kind,
+                overwrite=overwrite,
                 tensors_only=tensors_only,
                 trust_pickle=trust_pickle,
                 advance=advance,
@@ -129,7 +129,6 @@ def export_(
     blocks of 32 MiB are in memory at a time.
     """
     numbers = _numbers(config, recipe, None)
-    check_free(out, overwrite)
     with opened(ckpt, trust_pickle) as checkpoint:
         plan = plan_export(checkpoint, numbers, section=section)
         total = plan.nbytes
@@ -142,6 +141,7 @@ def export_(
                 config=config,
                 shard_bytes=_bytes(shard_size),
                 threads=threads,
+                overwrite=overwrite,
                 advance=advance,
                 plan=plan,
             )
@@ -172,13 +172,18 @@ def import_(
     `dcp.load` reads the Hugging Face folder directly (shardplan.planner.huggingface).
     """
     numbers = _numbers(config, recipe, source)
-    check_free(ckpt, overwrite)
     with opened(source) as checkpoint:
         plan = plan_import(checkpoint, numbers, section=section)
         total = plan.nbytes
         with progress("importing", total, quiet=json_) as advance:
             import_checkpoint(
-                checkpoint, ckpt, numbers, section=section, advance=advance, plan=plan
+                checkpoint,
+                ckpt,
+                numbers,
+                section=section,
+                overwrite=overwrite,
+                advance=advance,
+                plan=plan,
             )
     files = sorted(path.name for path in ckpt.glob("*.distcp"))
     _say(ckpt, plan.tensors, plan.left, total, files, json_)

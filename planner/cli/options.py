@@ -12,7 +12,6 @@ import typer
 
 from ..checkpoints.opened import Checkpoint
 from ..checkpoints.opening import open_checkpoint
-from .output import stop
 
 Checkpoint_ = Annotated[
     str,
@@ -71,16 +70,3 @@ def keys_like(pattern: str | None) -> Callable[[str], bool]:
         return lambda key: pattern in key
     match = re.compile(fnmatch.translate("*" + pattern)).match
     return lambda key: match(key) is not None
-
-
-def check_free(out: Path, overwrite: bool) -> None:
-    """Refuses to write over what is there.
-
-    Raises:
-        typer.Exit: If `out` exists and may not be replaced.
-    """
-    taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
-    if taken and not overwrite:
-        stop(f"{out}: exists already. Choose another place, or pass --overwrite.")
-    if not out.parent.exists():
-        stop(f"{out}: the folder {out.parent} does not exist. Make it first.")

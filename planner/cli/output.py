@@ -64,7 +64,7 @@ def verb(function: Callable[P, None]) -> Callable[P, None]:
         try:
             function(*args, **kwargs)
         except (CheckpointError, LayoutError, ValueError) as error:
-            stop(str(error), as_json=bool(kwargs.get("json_")))
+            stop(_for_command(str(error)), as_json=bool(kwargs.get("json_")))
         except BrokenPipeError:
             raise typer.Exit(0) from None
         except OSError as error:
@@ -72,6 +72,13 @@ def verb(function: Callable[P, None]) -> Callable[P, None]:
             stop(text, as_json=bool(kwargs.get("json_")))
 
     return run
+
+
+def _for_command(text: str) -> str:
+    """Returns an error's text with the command's flags in place of the library's arguments."""
+    for name in ("overwrite", "tensors_only"):
+        text = text.replace(f"{name}=True", f"--{name.replace('_', '-')}")
+    return text
 
 
 @contextmanager
