@@ -186,7 +186,7 @@ def identical(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray):
         return _same_array(left, right)
     if isinstance(left, np.generic):
-        return left.dtype == right.dtype and left.tobytes() == right.tobytes()
+        return bool(left.dtype == right.dtype and left.tobytes() == right.tobytes())
     if isinstance(left, Mapping):
         others = {_ident(key): value for key, value in right.items()}
         mine = {_ident(key): value for key, value in left.items()}
@@ -200,7 +200,7 @@ def identical(left: Any, right: Any) -> bool:
     if isinstance(left, float | complex):
         return _bits(left) == _bits(right)
     if isinstance(left, io.BytesIO):
-        return left.getvalue() == right.getvalue()
+        return bool(left.getvalue() == right.getvalue())
     if isinstance(left, argparse.Namespace):
         return identical(vars(left), vars(right))
     if dataclasses.is_dataclass(left) and not isinstance(left, type):

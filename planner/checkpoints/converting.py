@@ -9,7 +9,7 @@
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,8 @@ def _write(
     if to == "safetensors":
         if objects:
             raise UnstorableValueError(
-                f"{checkpoint.path}: {len(objects)} values are no tensors, and safetensors files "
-                f"hold tensors only ({', '.join(objects[:3])}{', …' if len(objects) > 3 else ''}). "
+                f"{checkpoint.path}: {_count(objects)} no tensors, and safetensors files hold tensors "
+                f"only ({', '.join(objects[:3])}{', …' if len(objects) > 3 else ''}). "
                 "Pass tensors_only=True to leave them out, or convert to dcp or torch."
             )
         write_safetensors(out, tensors, {"format": "pt"}, advance)
@@ -130,6 +130,10 @@ def nested(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[Any, Any]:
     if clashes:
         raise CheckpointError(summary(clashes))
     return {element: _plain(value) for element, value in root.items()}
+
+
+def _count(values: Sequence[str]) -> str:
+    return "1 value is" if len(values) == 1 else f"{len(values)} values are"
 
 
 class _Node(dict[Any, Any]):

@@ -50,8 +50,10 @@ def print_panel(out: Console, panel: Panel) -> None:
     ranks = sorted({held.rank for held in panel.held})
     copies = {held.copies for held in panel.held}
     shown = ", ".join(map(str, ranks[:12])) + (f", … {ranks[-1]}" if len(ranks) > 12 else "")
-    kept = f"; each part on {max(copies)} ranks" if max(copies) > 1 else ""
-    out.print(f"{len(panel.held)} boxes of {panel.who}s {shown}{kept}\n", markup=False)
+    kept = f"; each part on {max(copies)} ranks" if max(copies, default=1) > 1 else ""
+    who = panel.who if len(ranks) == 1 else panel.who + "s"
+    boxes = f"{len(panel.held)} box{'' if len(panel.held) == 1 else 'es'}"
+    out.print(f"{boxes} of {who} {shown}{kept}\n", markup=False)
 
 
 def _cell(row: int, rows: int) -> int:

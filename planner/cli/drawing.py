@@ -47,6 +47,17 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def check_drawable(stem: Path) -> None:
+    """Checks that pictures can be drawn and have a place, before there is any work done.
+
+    Raises:
+        LayoutError: If they can't or have none.
+    """
+    if not stem.parent.is_dir():
+        raise LayoutError(f"{stem}: the folder {stem.parent} does not exist. Make it first.")
+    _pyplot()
+
+
 def draw_panels(panels: Sequence[Panel], title: str, stem: Path) -> list[Path]:
     """Draws panels side by side and writes them as PNG and SVG.
 

@@ -5,7 +5,7 @@
 | `Panel` | a tensor as rows and columns, with the rectangles that ranks hold |
 | `of_recipe` | the panel of a parameter in a parallel configuration |
 | `of_checkpoint` | the panel of a key as it lies in a checkpoint's files |
-| `find_parameter` | the parameter that a pattern means |
+| `find_parameters` | the parameters that a pattern means |
 """
 
 import itertools
@@ -67,18 +67,20 @@ class Panel:
     who: str = "rank"
 
 
-def find_parameter(numbers: Numbers, wanted: Callable[[str], bool], pattern: str) -> Parameter:
-    """Returns the first parameter whose global name a pattern means.
+def find_parameters(
+    numbers: Numbers, wanted: Callable[[str], bool], pattern: str
+) -> list[Parameter]:
+    """Returns the parameters whose global name a pattern means; one of that very name alone.
 
     Raises:
         LayoutError: If no name matches; some that look like it are named.
     """
-    names = []
-    for parameter in parameters(numbers):
-        if wanted(parameter.name):
-            return parameter
-        names.append(parameter.name)
-    raise LayoutError(f"--param {pattern}: no parameter matches. {similar(pattern, names)}")
+    known = list(parameters(numbers))
+    found = [p for p in known if p.name == pattern] or [p for p in known if wanted(p.name)]
+    if not found:
+        names = [p.name for p in known]
+        raise LayoutError(f"--param {pattern}: no parameter matches. {similar(pattern, names)}")
+    return found
 
 
 def locate(placement: Placement, parameter: Parameter) -> tuple[Layout, Grid]:

@@ -12,8 +12,15 @@ from ..recipes.files import load_recipe
 from ..recipes.numbers import Numbers, read_config
 from ..storage import finalize
 from .options import Checkpoint_, Json, Trust, opened
-from .output import console, many, progress, say_json, size, stop, verb
+from .output import console, many, plain, progress, say_json, size, stop, verb
 
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace a checkpoint that is there, as a whole, once the new one is complete.",
+    ),
+]
 # What people expect a single file of some other kind under.
 _OTHERS = (".ckpt", ".gz", ".h5", ".npy", ".npz", ".onnx", ".pkl", ".tar", ".zip")
 
@@ -25,17 +32,20 @@ def convert_(
     to: Annotated[
         Literal["dcp", "shardplan", "torch", "safetensors"] | None,
         typer.Option(
-            "--to", help="Format; by default from OUT's suffix: .pt, .safetensors, or dcp."
+            "--to", help="Format; by default from OUT's suffix: .pt, .safetensors, else dcp."
         ),
     ] = None,
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out values that are no tensors.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    overwrite: Overwrite = False,
     json_: Json = False,
     trust_pickle: Trust = False,
 ) -> None:
-    """Write a checkpoint in another format: stock DCP, our own, a torch.save file, safetensors."""
+    """Write a checkpoint in another format: stock DCP, our own, a torch.save file, safetensors.
+
+    OUT appears when it is complete; if anything fails, what was there before is as it was.
+    """
     suffixes = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
     if to is None and out.suffix in _OTHERS:
         stop(
@@ -67,7 +77,7 @@ def convert_(
         say_json(facts)
     else:
         console().print(
-            f"{out}: {many(facts['tensors'], 'tensor')}, {many(facts['objects'], 'other value')}, "
+            f"{plain(str(out))}: {many(facts['tensors'], 'tensor')}, {many(facts['objects'], 'other value')}, "
             f"{size(total)} as {kind}"
         )
 
@@ -79,17 +89,17 @@ def finalize_(
     ],
     json_: Json = False,
 ) -> None:
-    """Write stock DCP's `.metadata` beside a checkpoint in our own format.
+    """Write stock DCP's .metadata beside a checkpoint in our own format.
 
     Stock tools then list it. They can also load it if it was saved with
-    `SafetensorsWriter(stock=True)`; otherwise a stock load names our reader.
+    SafetensorsWriter(stock=True); otherwise a stock load names our reader.
     """
     readable = finalize(ckpt)
     if json_:
         say_json({"path": ckpt, "stock_load": readable})
         return
     can = "list and load" if readable else "list, but not load (save with stock=True for that),"
-    console().print(f"{ckpt}: .metadata is written; stock DCP can {can} this checkpoint")
+    console().print(f"{plain(ckpt)}: .metadata is written; stock DCP can {can} this checkpoint")
 
 
 Config = Annotated[
@@ -98,9 +108,8 @@ Config = Annotated[
 ]
 Recipe_ = Annotated[
     str | None,
-    typer.Option("--recipe", help="Take the model's numbers from a recipe instead (`simulate`)."),
+    typer.Option("--recipe", help="Take the model's numbers from a recipe instead; see simulate."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
 @verb
@@ -169,7 +178,7 @@ def import_(
     """Write a Hugging Face model as a checkpoint that any parallel configuration loads.
 
     The result is a stock DCP checkpoint under Megatron-Core's names. To load into a running job,
-    `dcp.load` reads the Hugging Face folder directly (shardplan.planner.huggingface).
+    dcp.load reads the Hugging Face folder directly (shardplan.planner.huggingface).
     """
     numbers = _numbers(config, recipe, source)
     with opened(source) as checkpoint:
@@ -217,10 +226,10 @@ def _say(
             }
         )
         return
-    text = f"{out}: {many(len(tensors), 'tensor')}, {size(total)} in {many(len(files), 'file')}"
+    text = f"{plain(str(out))}: {many(len(tensors), 'tensor')}, {size(total)} in {many(len(files), 'file')}"
     console().print(text)
     if left:
-        shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
+        shown = plain(", ".join(left[:5])) + (", …" if len(left) > 5 else "")
         console().print(f"left over, not written: {many(len(left), 'key')} ({shown})")
 
 

@@ -12,9 +12,10 @@ from ..checkpoints.opened import Checkpoint
 from ..checkpoints.own import OwnCheckpoint
 from ..recipes.files import Recipe, load_recipe, shipped
 from ..recipes.forecast import forecast, place
+from ..recipes.parameters import Parameter
 from . import blocks, chain
-from .drawing import draw_bytes, draw_panels
-from .holders import Panel, find_parameter, locate, of_checkpoint, of_recipe, rank_of
+from .drawing import check_drawable, draw_bytes, draw_panels
+from .holders import Panel, find_parameters, locate, of_checkpoint, of_recipe, rank_of
 from .options import Json, Trust, keys_like, opened
 from .output import NO, console, errors, many, number, plain, say_json, stop, verb
 from .planning import Config, parse_configuration
@@ -64,9 +65,12 @@ def explain(
         return
     parallel = parse_configuration(found, config)
     if not 0 <= rank < parallel.world_size:
-        stop(f"--rank {rank}: {parallel.title} has the ranks 0 to {parallel.world_size - 1}.")
+        stop(
+            f"--rank {rank}: {parallel.title} has the ranks 0 to {parallel.world_size - 1}.",
+            as_json=json_,
+        )
     placement = place(found.numbers, parallel)
-    parameter = find_parameter(found.numbers, keys_like(param), param)
+    parameter = _parameter(found, param)
     layout, home = locate(placement, parameter)
     grid = parallel.grids(rank).of(layout.family)
     for axis, what in (("pp", "pipeline stage"), ("ep", "expert-parallel rank")):
@@ -117,7 +121,7 @@ def _print_boxes(boxes: Any, limit: int) -> None:
         short = key.rpartition(".")[2] if len(key) > 40 else key
         out.print(f"              {plain(f'{short} {list(shape)} {text}')}")
     if len(boxes) > limit:
-        out.print(f"              … and {number(len(boxes) - limit)} more boxes (--limit)")
+        out.print(f"              … and {number(len(boxes) - limit)} more (--limit)")
 
 
 def _key(checkpoint: Checkpoint, pattern: str) -> str:
@@ -132,14 +136,25 @@ def _key(checkpoint: Checkpoint, pattern: str) -> str:
     found = [key for key in checkpoint.tensors if wanted(key)]
     if not found:
         checkpoint.tensor(pattern)  # raises, with keys that look like it
+    _hint(pattern, found)
+    return found[0]
+
+
+def _parameter(recipe: Recipe, pattern: str) -> Parameter:
+    """Returns the first of a recipe's parameters that a pattern means; says so if there are others."""
+    found = find_parameters(recipe.numbers, keys_like(pattern), pattern)
+    _hint(pattern, [parameter.name for parameter in found])
+    return found[0]
+
+
+def _hint(pattern: str, found: list[str]) -> None:
+    """Says that a pattern means several tensors, of which the first is shown."""
     if len(found) > 1:
         others = ", ".join(found[1:4]) + (", …" if len(found) > 4 else "")
-        errors().print(
-            plain(
-                f"{pattern!r} means {many(len(found), 'tensor')}; this is the first. Others: {others}"
-            )
+        text = (
+            f"{pattern!r} means {many(len(found), 'tensor')}; this is the first. Others: {others}"
         )
-    return found[0]
+        errors().print(plain(text))
 
 
 def _explain_checkpoint(
@@ -156,6 +171,11 @@ def _explain_checkpoint(
             boxes.append((name, start, length, list(chunk.offsets), list(chunk.sizes)))
     laid = checkpoint.layout(key, rank) if isinstance(checkpoint, OwnCheckpoint) else None
     way = [] if laid is None else chain.steps(*laid)
+    if laid is None and isinstance(checkpoint, OwnCheckpoint) and rank >= len(files):
+        stop(
+            f"rank {rank} is not in this checkpoint; {many(len(files), 'rank')} saved it, from 0",
+            as_json=as_json,
+        )
     if as_json:
         names = ("file", "start", "length", "offsets", "sizes")
         say_json(
@@ -168,13 +188,13 @@ def _explain_checkpoint(
                 "chunks": [dict(zip(names, box, strict=True)) for box in boxes],
             }
         )
+        if not boxes:
+            raise typer.Exit(NO)
         return
     out = console()
     dtype = str(stored.properties.dtype).removeprefix("torch.")
     shape = plain(str(list(stored.size)))
     out.print(f"[bold]{plain(key)}[/] {dtype} {shape} as {panel.who} {rank} wrote it")
-    if laid is None and isinstance(checkpoint, OwnCheckpoint):
-        stop(f"rank {rank} is not in this checkpoint; {len(files)} ranks saved it, from 0")
     if laid is None:
         out.print("  [dim]this format holds no layouts: storage → global[/]")
     else:
@@ -191,7 +211,7 @@ def _explain_checkpoint(
         text = f"{name}, bytes {start}:{start + length} → global [{ranges}]"
         out.print(f"  {plain(text)}")
     if len(boxes) > limit:
-        out.print(f"  … and {number(len(boxes) - limit)} more chunks (--limit)")
+        out.print(f"  … and {number(len(boxes) - limit)} more (--limit)")
 
 
 @verb
@@ -216,6 +236,8 @@ def show(
 
     Prints blocks in the terminal; with --out draws pictures, and a second one of bytes per rank.
     """
+    if out is not None:
+        check_drawable(out)
     found = _source(source)
     panels: list[Panel] = []
     loads: list[tuple[str, Any]] = []
@@ -228,7 +250,7 @@ def show(
                 loads.append((path.name, [held[name] for name in sorted(held)]))
         what = "in files"
     else:
-        parameter = find_parameter(found.numbers, keys_like(param), param)
+        parameter = _parameter(found, param)
         title = f"{found.name}: {parameter.name}"
         wanted = [config, *([to] if to else [])]
         for text in wanted:

@@ -166,7 +166,7 @@ def _print_simulation(recipe: Recipe, result: dict[str, Any]) -> None:
         if sizes[axis] > 1
     )
     out.print(
-        f"[bold]{plain(recipe.name)}[/] on {number(result['ranks'])} ranks: {named or 'one rank'}, "
+        f"[bold]{plain(recipe.name)}[/] on {many(result['ranks'], 'rank')}: {named or 'one rank'}, "
         f"fsdp {sizes['fsdp']}"
     )
     if "error" in result:
@@ -181,7 +181,7 @@ def _print_simulation(recipe: Recipe, result: dict[str, Any]) -> None:
     table.add_row(
         "each rank writes",
         f"{size(spread['least'])} to {size(spread['most'])}, {size(spread['mean'])} on average; "
-        f"{number(chunks['least'])} to {number(chunks['most'])} chunks",
+        f"{number(chunks['least'])} to {many(chunks['most'], 'chunk')}",
     )
     inside = max(result["stage_balance"])
     balance = f"the busiest rank writes {100 * (result['balance'] - 1):.2f} % more than the mean"
@@ -207,8 +207,8 @@ def _print_simulation(recipe: Recipe, result: dict[str, Any]) -> None:
         reads = result["change"]
         table.add_row(
             f"change to {reads['to']}",
-            f"{size(reads['bytes_read'])} read by {number(reads['ranks'])} ranks, "
-            f"{size(reads['rank_bytes']['most'])} and {number(reads['rank_reads']['most'])} parts "
+            f"{size(reads['bytes_read'])} read by {many(reads['ranks'], 'rank')}, "
+            f"{size(reads['rank_bytes']['most'])} and {many(reads['rank_reads']['most'], 'part')} "
             "at most",
         )
         table.add_row("", f"a reader of whole chunks: {reads['whole_chunk_factor']:.2f} times that")
