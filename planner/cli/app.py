@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import looking, moving, placing, planning
+from . import convert, explain, export, finalize, import_, looking, show, simulate
 
 app = typer.Typer(
     name="shardplan",
@@ -39,43 +39,43 @@ _VERBS = (
     ),
     (
         "convert",
-        moving.convert_,
+        convert.convert_,
         "Write a checkpoint in another format.",
         "shardplan convert run7/step-1000 model.pt --to torch",
     ),
     (
         "finalize",
-        moving.finalize_,
+        finalize.finalize_,
         "Let stock DCP list a checkpoint in our own format.",
         "shardplan finalize run7/step-1000",
     ),
     (
         "export",
-        moving.export_,
+        export.export_,
         "Write a checkpoint as a Hugging Face model.",
         "shardplan export step-1000 hf-model --to hf --config base-model",
     ),
     (
         "import",
-        moving.import_,
+        import_.import_,
         "Write a Hugging Face model as a checkpoint.",
         "shardplan import Qwen3-Next-80B step-0 --from hf",
     ),
     (
         "simulate",
-        planning.simulate,
+        simulate.simulate,
         "Plan a model at full scale, without weights or GPUs.",
         "shardplan simulate Qwen3-Next-80B-A3B --to 64-ranks",
     ),
     (
         "explain",
-        placing.explain,
+        explain.explain,
         "Follow one parameter from storage to the checkpoint.",
         "shardplan explain Llama-3.1-405B --param '*.3.*linear_qkv.weight' --rank 9",
     ),
     (
         "show",
-        placing.show,
+        show.show,
         "Who holds what of a tensor, as blocks and pictures.",
         "shardplan show Qwen3-Next-80B-A3B --param '*.0.*in_proj.weight' --to tp=4,dp_shard=8",
     ),

@@ -1,11 +1,4 @@
-"""`inspect`: what is in a checkpoint, names that differ only in numbers as one line.
-
-| name | does |
-|---|---|
-| `Row` | keys that differ only in numbers, with one shape and dtype |
-| `rows` | groups a checkpoint's keys |
-| `summary` | what is known of the whole |
-"""
+"""`inspect`: what is in a checkpoint, names that differ only in numbers as one line."""
 
 import math
 import re

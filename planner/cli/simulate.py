@@ -14,36 +14,8 @@ from ..recipes.files import Recipe, load_recipe, shipped
 from ..recipes.forecast import Forecast, forecast, place
 from ..recipes.parallel import Parallel
 from ..recipes.trial import stock_bytes_per_chunk, time_planning
-from .options import Json
+from .options import Config, Json, parse_configuration
 from .output import NO, console, many, number, plain, say_json, size, verb
-
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config", "-c", help="Configuration: its name in the recipe, or tp=2,ep=8,dp_shard=64."
-    ),
-]
-
-
-def parse_configuration(recipe: Recipe, text: str | None) -> Parallel:
-    """Returns a configuration by its name in the recipe, or from sizes such as `tp=2,ep=8`.
-
-    Raises:
-        LayoutError: If there is none of that name, or a size is no number.
-    """
-    if text is None or "=" not in text:
-        return recipe.configuration(text)
-    values: dict[str, Any] = {}
-    known = [f.name for f in dataclasses.fields(Parallel)]
-    for pair in text.replace(" ", "").split(","):
-        name, _, value = pair.partition("=")
-        if name not in known:
-            raise LayoutError(f"--config {text}: no axis {name!r}. There are {', '.join(known)}.")
-        try:
-            values[name] = value if name in ("fsdp", "name") else int(value)
-        except ValueError:
-            raise LayoutError(f"--config {text}: {name} is {value!r}, not a number.") from None
-    return Parallel(**values)
 
 
 @verb

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from cli.command import shardplan
 from typer.testing import CliRunner
 
-from shardplan.planner.cli import moving, placing
+from shardplan.planner.cli import convert, subject
 from shardplan.planner.cli.app import app
 
 # What each key must look like.
@@ -166,7 +166,7 @@ def test_the_list_of_verbs_is_whole():
 
 
 def test_pictures_that_have_no_folder_fail_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(placing, "load_recipe", None)  # would be called first
+    monkeypatch.setattr(subject, "load_recipe", None)  # would be called first
     answer = shardplan("show", "Llama-3.1-405B", "-p", "w", "-o", tmp_path / "none" / "x")
     assert 2 == answer.status
     assert f"the folder {tmp_path / 'none'} does not exist. Make it first." in answer.err
@@ -195,7 +195,7 @@ def test_an_interrupted_verb_has_no_answer(tmp_path, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(moving, "convert", interrupted)
+    monkeypatch.setattr(convert, "convert", interrupted)
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
     answer = shardplan("convert", tmp_path / "a", tmp_path / "b")
     assert (2, "shardplan: interrupted\n") == (answer.status, answer.err)
