@@ -140,10 +140,11 @@ def _check_free(
     before = _entries(target)
     if before is None:
         return None
-    if target.is_dir() and Path.cwd().is_relative_to(target):
-        raise CheckpointError(
-            f"{out}: the working folder, which can't be replaced. Choose another place."
-        )
+    if target.is_dir():
+        held = "a mount point" if os.path.ismount(target) else ""
+        held = "the working folder" if Path.cwd().is_relative_to(target) else held
+        if held:
+            raise CheckpointError(f"{out}: {held}, which can't be replaced. Choose another place.")
     if folder and target.is_dir() and not before:
         return before
     if not overwrite:

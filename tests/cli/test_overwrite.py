@@ -351,3 +351,16 @@ def test_an_empty_folder_needs_no_leave(tmp_path, new):
 def test_stock_metadata_does_not_name_the_place_where_it_was_written(tmp_path, new):
     shardplan("convert", new, tmp_path / "out", "--to", "dcp")
     assert b".shardplan-" not in (tmp_path / "out" / ".metadata").read_bytes()
+
+
+def test_a_folder_that_can_not_move_is_refused_before_the_work(tmp_path, new, monkeypatch):
+    for name in ("here", "mounted"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    real = os.path.ismount
+    monkeypatch.setattr(os.path, "ismount", lambda p: Path(p).name == "mounted" or real(p))
+    for out, words in ((".", "the working folder"), (tmp_path / "mounted", "a mount point")):
+        answer = shardplan("convert", new, out, "--to", "dcp")
+        assert 2 == answer.status
+        assert f"{out}: {words}, which can't be replaced. Choose another place." in answer.err
+    assert ["here", "mounted", "new"] == sorted(os.listdir(tmp_path))
