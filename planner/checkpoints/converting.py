@@ -9,22 +9,23 @@
 """
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, UnstorableValueError
 from shardplan.layouts.errors import summary
 
+from ..loading.reading import UNPADDED
 from ..state.entries import Index, stock_path
 from .opened import Checkpoint
 from .own_writing import write_own
+from .replacing import replacement
 from .stock_writing import OneFileWriter
-from .streamed import StreamedSavePlanner, save_alone
-from .streams import Source, write_safetensors
+from .streamed import StreamedSavePlanner, drive_save
+from .streams import Advance, Source, write_safetensors
 from .torch_archive import write_archive
 
-Advance = Callable[[int], None]
 FORMATS = ("dcp", "shardplan", "torch", "safetensors")
 
 
@@ -45,47 +46,66 @@ def convert(
     out: Path,
     to: str,
     *,
+    overwrite: bool = False,
     tensors_only: bool = False,
     trust_pickle: bool = False,
     advance: Advance = lambda n: None,
 ) -> None:
-    """Writes a checkpoint in another format.
+    """Writes a checkpoint in another format; if that fails, `out` is as it was.
 
     Args:
         checkpoint: The open checkpoint; its tensors must be complete.
         out: The folder or file to make.
         to: One of `FORMATS`.
+        overwrite: Whether a checkpoint in `out` is replaced, as a whole.
         tensors_only: Whether values that are no tensors are left out.
         trust_pickle: Whether those that are no plain data may be unpickled.
         advance: Told the bytes of each block that is written.
 
     Raises:
-        CheckpointError: If the checkpoint is incomplete or the format can't hold it.
+        CheckpointExistsError: If something is in `out` that may not be replaced.
+        UnstorableValueError: If the format can't hold a value or a key.
+        CheckpointError: If the checkpoint is incomplete, or `out` can't be written.
     """
+    if to not in FORMATS:
+        raise CheckpointError(f"{to}: not a format. Choose one of {', '.join(FORMATS)}.")
+    folder = to in ("dcp", "shardplan")
+    with replacement(out, folder=folder, overwrite=overwrite, source=checkpoint) as new:
+        _write(checkpoint, new, to, tensors_only, trust_pickle, advance)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    out: Path,
+    to: str,
+    tensors_only: bool,
+    trust_pickle: bool,
+    advance: Advance,
+) -> None:
     objects = [] if tensors_only else checkpoint.objects
+    tensors = sources(checkpoint)
     if to == "safetensors":
         if objects:
-            raise CheckpointError(
-                f"{checkpoint.path}: {len(objects)} values are no tensors, and safetensors files "
-                f"hold tensors only ({', '.join(objects[:3])}{', …' if len(objects) > 3 else ''}). "
-                "Pass --tensors-only to leave them out, or convert to dcp or torch."
+            raise UnstorableValueError(
+                f"{checkpoint.path}: {_count(objects)} no tensors, and safetensors files hold tensors "
+                f"only ({', '.join(objects[:3])}{', …' if len(objects) > 3 else ''}). "
+                "Pass tensors_only=True to leave them out, or convert to dcp or torch."
             )
-        write_safetensors(out, sources(checkpoint), {"format": "pt"}, advance)
-    elif to == "torch":
-        loaded = {key: checkpoint.load_object(key, trust_pickle) for key in objects}
-        write_archive(out, nested(checkpoint, {**sources(checkpoint), **loaded}), advance)
-    elif to == "shardplan":
-        loaded = {key: checkpoint.load_object(key, trust_pickle) for key in objects}
-        write_own(out, sources(checkpoint), loaded, advance, overwrite=True)
+        write_safetensors(out, tensors, {"format": "pt"}, advance)
     elif to == "dcp":
-        paths = {
-            key: stock_path(checkpoint.state_path(key)) for key in (*checkpoint.tensors, *objects)
-        }
+        keys = (*tensors, *objects)
+        paths = {key: stock_path(checkpoint.state_path(key)) for key in keys}
+        planned = checkpoint.metadata.planner_data
+        if isinstance(planned, Mapping) and UNPADDED in planned:
+            paths[UNPADDED] = planned[UNPADDED]
         data = {key: io.BytesIO(checkpoint.object_bytes(key)) for key in objects}
-        planner = StreamedSavePlanner(sources(checkpoint), data, paths, advance)
-        save_alone(planner, OneFileWriter(out))
+        drive_save(StreamedSavePlanner(tensors, data, paths, advance), OneFileWriter(out))
     else:
-        raise CheckpointError(f"{to}: no such format. Choose one of {', '.join(FORMATS)}.")
+        loaded = {key: checkpoint.load_object(key, trust_pickle) for key in objects}
+        if to == "torch":
+            write_archive(out, nested(checkpoint, {**tensors, **loaded}), advance)
+        else:
+            write_own(out, tensors, loaded, advance)
 
 
 def nested(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[Any, Any]:
@@ -94,35 +114,39 @@ def nested(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[Any, Any]:
     Raises:
         CheckpointError: If two values have one place.
     """
-    root: dict[Any, Any] = {}
+    root = _Node()
     clashes = []
-    lists: list[tuple[Any, Any]] = []
     for key, value in values.items():
         path = checkpoint.state_path(key)
         at: Any = root
         for element in path[:-1]:
-            below = at.setdefault(element, {})
-            if not isinstance(below, dict):
-                clashes.append(f"{key}: its place {path} is taken by another value")
+            at = at.setdefault(element, _Node())
+            if not isinstance(at, _Node):
                 break
-            at = below
-        else:
-            if path[-1] in at:
-                clashes.append(f"{key}: its place {path} is taken by another value")
-            at[path[-1]] = value
+        if not isinstance(at, _Node) or path[-1] in at:
+            clashes.append(f"{key}: its place {path} is taken by another value")
+            continue
+        at[path[-1]] = value
     if clashes:
         raise CheckpointError(summary(clashes))
-    _find_lists(root, lists)
-    for holder, element in reversed(lists):
-        found = holder[element]
-        holder[element] = [found[i] for i in sorted(found)]
-    return root
+    return {element: _plain(value) for element, value in root.items()}
 
 
-def _find_lists(holder: Any, lists: list[tuple[Any, Any]]) -> None:
-    """Notes the mappings whose keys are positions in a list, outer ones first."""
-    for element, value in holder.items():
-        if isinstance(value, dict):
-            if value and all(isinstance(k, Index) for k in value):
-                lists.append((holder, element))
-            _find_lists(value, lists)
+def _count(values: Sequence[str]) -> str:
+    return "1 value is" if len(values) == 1 else f"{len(values)} values are"
+
+
+class _Node(dict[Any, Any]):
+    """A container of the state dict, as values that are dicts are not."""
+
+
+def _plain(value: Any) -> Any:
+    """Returns a container as a list if its keys are all the positions in one, else as a dict."""
+    if not isinstance(value, _Node):
+        return value
+    below = {element: _plain(child) for element, child in value.items()}
+    positions = all(isinstance(element, Index) for element in below)
+    if positions and set(below) == set(range(len(below))):
+        return [below[position] for position in range(len(below))]
+    # With --tensors-only a list may have gaps: its positions stay, as the keys of a dict.
+    return {int(e) if isinstance(e, Index) else e: child for e, child in below.items()}

@@ -1,6 +1,7 @@
 """Writes the library's own format from sources that are read tensor by tensor, by one process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,22 @@ from shardplan.layouts import Grids
 
 from ..save import LayoutAwareSavePlanner
 from ..storage import SafetensorsWriter
-from .streams import Source
+from .streamed import drive_save
+from .streams import Advance, Source
 from .unbacked import unbacked
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One stored value, whatever it contains: the planner would make keys of a dict's entries."""
+
+    value: Any
 
 
 class _SourcePlanner(LayoutAwareSavePlanner):
     """Plans a save of one rank that holds everything; a tensor is read when it is written."""
 
-    def __init__(self, tensors: Mapping[str, Source], advance: Callable[[int], None]) -> None:
+    def __init__(self, tensors: Mapping[str, Source], advance: Advance) -> None:
         shapes = {key: source.shape for key, source in tensors.items()}
         super().__init__(shapes, grid=Grids.from_sizes(0), layouts=())
         self._tensors = dict(tensors)
@@ -30,40 +39,34 @@ class _SourcePlanner(LayoutAwareSavePlanner):
             return super().resolve_data(write_item)
         self._take(write_item)
         chunk = write_item.tensor_data.chunk
-        block: torch.Tensor = source.read(tuple(chunk.offsets), tuple(chunk.sizes))
-        self._advance(block.numel() * block.element_size())
-        return block.contiguous()
+        block: torch.Tensor = source.block(tuple(chunk.offsets), tuple(chunk.sizes), self._advance)
+        return block
+
+    def resolve_value(self, write_item: WriteItem) -> Any:
+        value = super().resolve_value(write_item)
+        return value.value if isinstance(value, _Leaf) else value
 
 
 def write_own(
     path: Path,
     tensors: Mapping[str, Source],
     objects: Mapping[str, Any],
-    advance: Callable[[int], None] = lambda n: None,
-    *,
-    overwrite: bool = False,
+    advance: Advance = lambda n: None,
 ) -> None:
     """Writes a checkpoint in the library's own format; one tensor is in memory at a time.
 
     Args:
         path: The folder.
         tensors: The tensors by key.
-        objects: Values that are no tensors by key; plain data.
+        objects: The other values by key; plain data.
         advance: Told the bytes of each tensor that is read.
-        overwrite: Whether a complete checkpoint that is there may be replaced.
 
     Raises:
-        CheckpointError: If a value is no plain data, or the files can't be written.
+        CheckpointExistsError: If a complete checkpoint is there.
+        UnstorableValueError: If the format can't hold a key.
+        CheckpointError: If a value is not plain data, or the files can't be written.
     """
-    names = list(tensors)
-    blanks = unbacked((tensors[key].dtype, tensors[key].shape) for key in names)
-    state: dict[str, Any] = {**dict(zip(names, blanks, strict=True)), **objects}
-    planner = _SourcePlanner(tensors, advance)
-    writer = SafetensorsWriter(path, overwrite=overwrite)
-    planner.set_up_planner(state, None, True)
-    writer.set_up_storage_writer(True, rank=0, use_collectives=False)
-    local = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([local])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner).wait()
-    writer.finish(metadata, [results])
+    blanks = unbacked((source.dtype, source.shape) for source in tensors.values())
+    state: dict[str, Any] = {key: _Leaf(value) for key, value in objects.items()}
+    state |= zip(tensors, blanks, strict=True)
+    drive_save(_SourcePlanner(tensors, advance), SafetensorsWriter(path), state)

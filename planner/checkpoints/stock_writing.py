@@ -1,18 +1,18 @@
 """Writes the files of stock DCP one chunk after another, with one chunk in memory at a time."""
 
 import io
-import os
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardplan.layouts import CheckpointError
-
 from ..compat import storage_info
+from .streams import atomic_file
 
 _NAME = "__0_0.distcp"
 
@@ -30,31 +30,37 @@ class OneFileWriter(FileSystemWriter):
         super().__init__(path)
         self._file = Path(path) / _NAME
 
+    def storage_meta(self) -> StorageMeta:
+        # Without the folder's name: the folder is written elsewhere and then moved to its place.
+        return StorageMeta(save_id=self.save_id)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         info = storage_info()
         results = []
-        try:
-            with self._file.open("wb") as stream:
-                for item in plan.items:
-                    start = stream.tell()
-                    data = planner.resolve_data(item)
-                    if isinstance(data, io.BytesIO):
-                        stream.write(data.getbuffer())
-                    else:
-                        torch.save(data, stream)
-                    del data
-                    length = stream.tell() - start
-                    place = info(_NAME, start, length)
-                    results.append(
-                        WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
-                    )
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError as error:
-            self._file.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"{self._file}: {error.strerror or error}. Free space, or choose another place."
-            ) from error
+        with atomic_file(self._file) as stream:
+            for item in plan.items:
+                start = stream.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    stream.write(data.getbuffer())
+                else:
+                    _save(data, stream)
+                del data
+                length = stream.tell() - start
+                place = info(_NAME, start, length)
+                results.append(
+                    WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
+                )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+
+def _save(tensor: torch.Tensor, stream: BinaryIO) -> None:
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:
+        # Ending its archive, torch hides why the stream took no more: a full disk.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

@@ -1,13 +1,7 @@
-"""Saves tensors that are read block by block, by one process, through any DCP storage writer.
-
-| name | is |
-|---|---|
-| `StreamedSavePlanner` | a save planner whose data is read only when the writer asks for it |
-| `save_alone` | drives a storage writer with it |
-"""
+"""Saves tensors that are read block by block, by one process, through any DCP storage writer."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from .blocks import row_blocks
-from .streams import Source
+from .streams import Advance, Source
 
 _LARGEST_CHUNK = 256 << 20
 
@@ -50,7 +44,7 @@ class StreamedSavePlanner(SavePlanner):
         tensors: Mapping[str, Source],
         objects: Mapping[str, io.BytesIO],
         paths: Mapping[str, tuple[Any, ...]],
-        advance: Callable[[int], None] = lambda n: None,
+        advance: Advance = lambda n: None,
         largest: int = _LARGEST_CHUNK,
     ) -> None:
         self._tensors = dict(tensors)
@@ -95,14 +89,21 @@ class StreamedSavePlanner(SavePlanner):
         data = write_item.tensor_data
         if data is None:
             return self._objects[key]
-        block = self._tensors[key].read(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        self._advance(block.numel() * block.element_size())
-        return block.contiguous()
+        chunk = data.chunk
+        return self._tensors[key].block(tuple(chunk.offsets), tuple(chunk.sizes), self._advance)
 
 
-def save_alone(planner: SavePlanner, writer: StorageWriter) -> None:
-    """Saves with one process and without a process group: DCP's own steps in order."""
-    planner.set_up_planner({}, writer.storage_meta(), True)
+def drive_save(
+    planner: SavePlanner, writer: StorageWriter, state_dict: Mapping[str, Any] | None = None
+) -> None:
+    """Saves with one process and without a process group: DCP's own steps in order.
+
+    Args:
+        planner: Plans the save.
+        writer: Writes it.
+        state_dict: What the planner is given; a planner that has its sources needs nothing.
+    """
+    planner.set_up_planner(dict(state_dict or {}), writer.storage_meta(), True)
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     local = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([local])

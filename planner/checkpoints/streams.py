@@ -1,22 +1,24 @@
-"""Writes tensors to one safetensors file block by block, so that no whole tensor is in memory."""
+"""Tensors that are read block by block, and the files that are written of them."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, UnstorableValueError
 from shardplan.layouts.slab import Shape
 
+from ..storage.format.dtypes import CODES, stored_form
 from .blocks import row_blocks
 from .opened import as_bytes
-from .safetensors_files import NAMES
 
 Read = Callable[[Shape, Shape], torch.Tensor]
+Advance = Callable[[int], None]
 
 
 class Source(NamedTuple):
@@ -37,12 +39,45 @@ class Source(NamedTuple):
         """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def block(self, offsets: Shape, sizes: Shape, advance: Advance) -> torch.Tensor:
+        """Returns a box in contiguous memory, and counts its bytes."""
+        block = self.read(offsets, sizes).contiguous()
+        advance(block.numel() * block.element_size())
+        return block
+
+    def write(self, stream: Any, advance: Advance) -> None:
+        """Writes the elements in row-major order, with one block in memory at a time."""
+        for offsets, sizes in row_blocks(self.shape, self.dtype.itemsize):
+            stream.write(as_bytes(self.block(offsets, sizes, advance)).data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Gives a file to write to, which has its name only when it is complete and on the disk.
+
+    Raises:
+        CheckpointError: If it can't be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {error.strerror or error}. Free space, or choose another place."
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
 
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, Source],
     metadata: Mapping[str, str] | None = None,
-    advance: Callable[[int], None] = lambda n: None,
+    advance: Advance = lambda n: None,
 ) -> None:
     """Writes a safetensors file; it appears under its name only when it is complete.
 
@@ -53,37 +88,42 @@ def write_safetensors(
         advance: Told the bytes of each block that is written.
 
     Raises:
-        CheckpointError: If the format has no name for a dtype, or the file can't be written.
+        UnstorableValueError: If the format can't hold a key or a dtype.
+        CheckpointError: If the file can't be written.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     place = 0
     for key, source in tensors.items():
-        if source.dtype not in NAMES:
-            raise CheckpointError(f"{key}: safetensors has no dtype for {source.dtype}.")
+        _check(key, source)
+        code, shape = stored_form(source.dtype, source.shape)
         end = place + source.nbytes
-        header[key] = {
-            "dtype": NAMES[source.dtype],
-            "shape": list(source.shape),
-            "data_offsets": [place, end],
-        }
+        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(path.name + ".partial")
+    with atomic_file(path) as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for source in tensors.values():
+            source.write(stream, advance)
+
+
+def _check(key: str, source: Source) -> None:
+    """Checks that safetensors can hold a tensor under its key."""
+    if key == "__metadata__":
+        raise UnstorableValueError(
+            f"{key}: a tensor can't have this key in a safetensors file, which keeps it for texts. "
+            "Rename the tensor, or convert to dcp or torch."
+        )
     try:
-        with partial.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for source in tensors.values():
-                for offsets, sizes in row_blocks(source.shape, source.dtype.itemsize):
-                    block = source.read(offsets, sizes).contiguous()
-                    stream.write(as_bytes(block).data)
-                    advance(block.numel() * block.element_size())
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror or error}. Free space, or choose another place."
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise UnstorableValueError(
+            f"{key!a}: this key is not valid text ({error.reason}), and no other tool could read the "
+            "safetensors file. Rename the tensor, or convert to dcp or torch."
+        ) from None
+    # stored_form stores as bytes what safetensors has no dtype for; readers would not know.
+    if CODES.get(source.dtype) != stored_form(source.dtype, source.shape)[0]:
+        raise UnstorableValueError(
+            f"{key}: safetensors can't hold {source.dtype} of shape {source.shape}. Convert it, or "
+            "write dcp or torch."
+        )

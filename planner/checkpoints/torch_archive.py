@@ -1,21 +1,17 @@
 """Writes the file that `torch.load` opens, tensor by tensor, so that no whole state is in memory."""
 
 import io
-import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import UnstorableValueError
 from shardplan.layouts.slab import contiguous_strides
 
 from ..compat import untyped_tensor
-from .blocks import row_blocks
-from .opened import as_bytes
-from .streams import Source
+from .streams import Advance, Source, atomic_file
 
 _ALIGNMENT = 64
 _PADDING = b"FB"  # the extra field in which torch pads its records
@@ -52,7 +48,7 @@ class _Pickler(pickle.Pickler):
         return rebuild, (storage, 0, obj.shape, steps, False, {}, obj.dtype)
 
 
-def write_archive(path: Path, state: Any, advance: Callable[[int], None]) -> None:
+def write_archive(path: Path, state: Any, advance: Advance) -> None:
     """Writes a state dict, whose tensors are `Source`s, as `torch.save` would.
 
     Args:
@@ -61,7 +57,8 @@ def write_archive(path: Path, state: Any, advance: Callable[[int], None]) -> Non
         advance: Told the bytes of each block that is written.
 
     Raises:
-        CheckpointError: If a value can't be pickled or the file can't be written.
+        UnstorableValueError: If a value can't be pickled.
+        CheckpointError: If the file can't be written.
 
     Source: torch/serialization.py, _save.
     """
@@ -69,33 +66,21 @@ def write_archive(path: Path, state: Any, advance: Callable[[int], None]) -> Non
     pickler = _Pickler(text)
     try:
         pickler.dump(state)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: a value can't be stored: {error}") from error
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as stream:
-            with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
-                with _record(archive, stream, "data.pkl") as record:
-                    record.write(text.getvalue())
-                with _record(archive, stream, "byteorder") as record:
-                    record.write(b"little")
-                for number, source in enumerate(pickler.sources):
-                    with _record(archive, stream, f"data/{number}") as record:
-                        for offsets, sizes in row_blocks(source.shape, source.dtype.itemsize):
-                            block = source.read(offsets, sizes).contiguous()
-                            record.write(as_bytes(block).data)
-                            advance(block.numel() * block.element_size())
-                with _record(archive, stream, "version") as record:
-                    record.write(b"3\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror or error}. Free space, or choose another place."
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise UnstorableValueError(f"{path}: a value can't be stored: {error}") from error
+    with (
+        atomic_file(path) as stream,
+        zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        with _record(archive, stream, "data.pkl") as record:
+            record.write(text.getvalue())
+        with _record(archive, stream, "byteorder") as record:
+            record.write(b"little")
+        for number, source in enumerate(pickler.sources):
+            with _record(archive, stream, f"data/{number}") as record:
+                source.write(record, advance)
+        with _record(archive, stream, "version") as record:
+            record.write(b"3\n")
 
 
 def _record(archive: zipfile.ZipFile, stream: Any, name: str) -> Any:

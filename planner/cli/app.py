@@ -1,43 +1,112 @@
 """The `shardplan` command and its verbs; each one's work stands in a module of its own."""
 
+import signal
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
-from . import looking, moving, placing, planning
+from . import convert, explain, export, finalize, import_, looking, show, simulate
 
 app = typer.Typer(
     name="shardplan",
-    help="Look into sharded checkpoints, and plan them, without a GPU or a process group. "
-    "Exit status: 0 all is well, 1 the answer is no (not sound, different), 2 no answer (error).",
+    help="Look into sharded checkpoints, and plan them, without a GPU or a process group.",
+    epilog="Exit status: 0 yes, or done; 1 the answer is no (not sound, different); 2 no answer.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,  # plain help says of a flag what it does, and not that it is a <bool>
 )
 
 _VERBS = (
-    ("inspect", looking.inspect_, "shardplan inspect run7/step-1000 -f '*experts*'"),
-    ("verify", looking.verify, "shardplan verify run7/step-1000 && echo sound"),
-    ("diff", looking.diff, "shardplan diff step-1000 step-1000-resharded --values"),
-    ("convert", moving.convert_, "shardplan convert run7/step-1000 model.pt --to torch"),
-    ("finalize", moving.finalize_, "shardplan finalize run7/step-1000"),
-    ("export", moving.export_, "shardplan export step-1000 hf-model --to hf --config base-model"),
-    ("import", moving.import_, "shardplan import Qwen3-Next-80B step-0 --from hf"),
-    ("simulate", planning.simulate, "shardplan simulate Qwen3-Next-80B-A3B --to 64-ranks"),
+    (
+        "inspect",
+        looking.inspect_,
+        "What is in a checkpoint: keys, shapes, dtypes, bytes.",
+        "shardplan inspect run7/step-1000 -f '*experts*'",
+    ),
+    (
+        "verify",
+        looking.verify,
+        "Whether a checkpoint is complete and undamaged.",
+        "shardplan verify run7/step-1000 && echo sound",
+    ),
+    (
+        "diff",
+        looking.diff,
+        "In what two checkpoints differ.",
+        "shardplan diff step-1000 step-1000-resharded --values",
+    ),
+    (
+        "convert",
+        convert.convert_,
+        "Write a checkpoint in another format.",
+        "shardplan convert run7/step-1000 model.pt --to torch",
+    ),
+    (
+        "finalize",
+        finalize.finalize_,
+        "Let stock DCP list a checkpoint in our own format.",
+        "shardplan finalize run7/step-1000",
+    ),
+    (
+        "export",
+        export.export_,
+        "Write a checkpoint as a Hugging Face model.",
+        "shardplan export step-1000 hf-model --to hf --config base-model",
+    ),
+    (
+        "import",
+        import_.import_,
+        "Write a Hugging Face model as a checkpoint.",
+        "shardplan import Qwen3-Next-80B step-0 --from hf",
+    ),
+    (
+        "simulate",
+        simulate.simulate,
+        "Plan a model at full scale, without weights or GPUs.",
+        "shardplan simulate Qwen3-Next-80B-A3B --to 64-ranks",
+    ),
     (
         "explain",
-        placing.explain,
+        explain.explain,
+        "Follow one parameter from storage to the checkpoint.",
         "shardplan explain Llama-3.1-405B --param '*.3.*linear_qkv.weight' --rank 9",
     ),
     (
         "show",
-        placing.show,
+        show.show,
+        "Who holds what of a tensor, as blocks and pictures.",
         "shardplan show Qwen3-Next-80B-A3B --param '*.0.*in_proj.weight' --to tp=4,dp_shard=8",
     ),
 )
-for _name, _function, _example in _VERBS:
-    app.command(_name, epilog=f"Example: `{_example}`")(_function)
+for _name, _function, _short, _example in _VERBS:
+    app.command(_name, short_help=_short, epilog=f"Example: {_example}")(_function)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardplan {version('shardplan')} (torch {version('torch')})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version_: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Takes what is not of any verb."""
 
 
 def main() -> None:
     """Runs the command."""
+    # A batch system's signal ends a verb as Ctrl-C does: without half-written files.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a test's own may not
+            stream.reconfigure(errors="backslashreplace")
     app()

@@ -39,7 +39,9 @@ def print_faults(
     if len(faults) > limit:
         out.print(f"… and {number(len(faults) - limit)} more (--limit)")
     if faults:
-        out.print(f"[bold red]not sound[/]: {many(len(faults), 'fault')} in {checkpoint.path}")
+        out.print(
+            f"[bold red]not sound[/]: {many(len(faults), 'fault')} in {plain(checkpoint.path)}"
+        )
         return
     how = "every element once, files whole"
     if checksums and checkpoint.has_checksums:
@@ -50,7 +52,7 @@ def print_faults(
         how += "; checksums not compared"
     keys = len(checkpoint.metadata.state_dict_metadata)
     out.print(
-        f"[bold green]sound[/]: {many(keys, 'key')}, {size(total)} in {checkpoint.path}: {how}"
+        f"[bold green]sound[/]: {many(keys, 'key')}, {size(total)} in {plain(checkpoint.path)}: {how}"
     )
 
 
@@ -92,7 +94,7 @@ def print_differences(
                 else (number(d.elements), f"{d.max_abs:.3g}", f"{d.max_rel:.3g}")
             )
             cells = (d.key, d.kind, d.a, d.b, *measured)
-            table.add_row(*(cell.replace("[", "\\[") for cell in cells))
+            table.add_row(*map(plain, cells))
         out.print(table)
         if len(found) > limit:
             out.print(f"… and {number(len(found) - limit)} more (--limit)")

@@ -1,11 +1,4 @@
-"""`inspect`: what is in a checkpoint, names that differ only in numbers as one line.
-
-| name | does |
-|---|---|
-| `Row` | keys that differ only in numbers, with one shape and dtype |
-| `rows` | groups a checkpoint's keys |
-| `summary` | what is known of the whole |
-"""
+"""`inspect`: what is in a checkpoint, names that differ only in numbers as one line."""
 
 import math
 import re
@@ -19,9 +12,9 @@ from rich.tree import Tree
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoints.opened import Checkpoint, nbytes
-from .output import many, number, size
+from .output import many, number, plain, size
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<![0-9])[0-9]{1,18}(?![0-9])")
 
 
 @dataclass(slots=True)
@@ -29,7 +22,7 @@ class Row:
     """Keys that differ only in numbers and have one shape and dtype.
 
     Attributes:
-        pattern: The key, each number replaced by `{}`.
+        pattern: The key, each number replaced by 0.
         dtype: Their dtype, `object` for Python values.
         shape: Their shape.
         keys: How many there are.
@@ -49,11 +42,8 @@ class Row:
     @property
     def tokens(self) -> list[str]:
         """The tokens of the key, each number as the range of its values."""
-        ranges = iter(self.numbers)
-        return [
-            re.sub(r"\{\}", lambda found: _ranges(next(ranges)), token)
-            for token in self.pattern.split(".")
-        ]
+        ranges = map(_ranges, self.numbers)
+        return [_NUMBER.sub(lambda _: next(ranges), token) for token in self.pattern.split(".")]
 
     @property
     def name(self) -> str:
@@ -67,7 +57,7 @@ def rows(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> list[Row]:
     for key, stored in checkpoint.metadata.state_dict_metadata.items():
         if not wanted(key):
             continue
-        pattern = _NUMBER.sub("{}", key)
+        pattern = _NUMBER.sub("0", key)
         shape: tuple[int, ...] = ()
         dtype, chunks = "object", 1
         if isinstance(stored, TensorStorageMetadata):
@@ -120,7 +110,7 @@ def print_summary(out: Console, facts: dict[str, Any]) -> None:
     between = " to ".join(
         dict.fromkeys((size(facts["smallest_file"]), size(facts["largest_file"])))
     )
-    out.print(f"[bold]{facts['path']}[/]  ({facts['format']})")
+    out.print(f"[bold]{plain(facts['path'])}[/]  ({facts['format']})")
     out.print(
         f"{many(facts['tensors'], 'tensor')}, {many(facts['objects'], 'other value')}, "
         f"{many(facts['elements'], 'element')} ({dtypes or 'none'}), {size(facts['bytes'])}"
@@ -132,7 +122,7 @@ def print_summary(out: Console, facts: dict[str, Any]) -> None:
     }  # fmt: skip
     for name, value in facts.items():
         if name not in known:
-            out.print(f"{name}: {value}")
+            out.print(plain(f"{name}: {value}"))
 
 
 def print_table(out: Console, found: Iterable[Row]) -> None:
@@ -146,7 +136,7 @@ def print_table(out: Console, found: Iterable[Row]) -> None:
     for row in found:
         shape = "" if row.dtype == "object" else str(list(row.shape))
         cells = (row.name, row.dtype, shape, number(row.keys), number(row.chunks))
-        table.add_row(*(c.replace("[", "\\[") for c in cells), size(row.bytes))
+        table.add_row(*map(plain, cells), size(row.bytes))
     out.print(table)
 
 
@@ -158,7 +148,7 @@ def print_tree(out: Console, found: list[Row], root: str) -> None:
         for token in row.tokens:
             at = at.setdefault(token, {})
         at[""] = row
-    top = Tree(f"[bold]{root}[/]  {size(sum(r.bytes for r in found))}")
+    top = Tree(f"[bold]{plain(root)}[/]  {size(sum(r.bytes for r in found))}")
     _grow(top, branches)
     out.print(top)
 
@@ -172,11 +162,11 @@ def _grow(tree: Tree, branches: dict[str, Any]) -> None:
             name, below = next(iter(below.items()))
             names.append(name)
         row = below.get("")
-        text = ".".join(names).replace("[", "\\[")
+        text = plain(".".join(names))
         if row is not None:
-            shape = "" if row.dtype == "object" else f" {list(row.shape)}".replace("[", "\\[")
-            many = f" × {number(row.keys)}" if row.keys > 1 else ""
-            text += f"  [cyan]{row.dtype}{shape}[/]{many}  {size(row.bytes)}"
+            shape = "" if row.dtype == "object" else plain(f" {list(row.shape)}")
+            times = f" × {number(row.keys)}" if row.keys > 1 else ""
+            text += f"  [cyan]{row.dtype}{shape}[/]{times}  {size(row.bytes)}"
         else:
             text += f"  {size(_bytes(below))}"
         _grow(tree.add(text), below)

@@ -1,18 +1,22 @@
 """Arguments and options that several verbs share."""
 
+import dataclasses
 import fnmatch
 import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from shardplan.layouts import LayoutError
+
 from ..checkpoints.opened import Checkpoint
 from ..checkpoints.opening import open_checkpoint
-from .output import stop
+from ..recipes.files import Recipe
+from ..recipes.parallel import Parallel
 
 Checkpoint_ = Annotated[
     str,
@@ -29,6 +33,13 @@ Trust = Annotated[
         "only for checkpoints whose origin you trust.",
     ),
 ]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace a checkpoint that is there, as a whole, once the new one is complete.",
+    ),
+]
 Filter = Annotated[
     str | None,
     typer.Option(
@@ -36,6 +47,14 @@ Filter = Annotated[
         "-f",
         metavar="PATTERN",
         help="Only keys that have this in them; or a pattern with * and ?.",
+    ),
+]
+
+
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config", "-c", help="Configuration: its name in the recipe, or tp=2,ep=8,dp_shard=64."
     ),
 ]
 
@@ -73,14 +92,22 @@ def keys_like(pattern: str | None) -> Callable[[str], bool]:
     return lambda key: match(key) is not None
 
 
-def check_free(out: Path, overwrite: bool) -> None:
-    """Refuses to write over what is there.
+def parse_configuration(recipe: Recipe, text: str | None) -> Parallel:
+    """Returns a configuration by its name in the recipe, or from sizes such as `tp=2,ep=8`.
 
     Raises:
-        typer.Exit: If `out` exists and may not be replaced.
+        LayoutError: If there is none of that name, or a size is no number.
     """
-    taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
-    if taken and not overwrite:
-        stop(f"{out}: exists already. Choose another place, or pass --overwrite.")
-    if not out.parent.exists():
-        stop(f"{out}: the folder {out.parent} does not exist. Make it first.")
+    if text is None or "=" not in text:
+        return recipe.configuration(text)
+    values: dict[str, Any] = {}
+    known = [f.name for f in dataclasses.fields(Parallel)]
+    for pair in text.replace(" ", "").split(","):
+        name, _, value = pair.partition("=")
+        if name not in known:
+            raise LayoutError(f"--config {text}: no axis {name!r}. There are {', '.join(known)}.")
+        try:
+            values[name] = value if name in ("fsdp", "name") else int(value)
+        except ValueError:
+            raise LayoutError(f"--config {text}: {name} is {value!r}, not a number.") from None
+    return Parallel(**values)

@@ -9,38 +9,81 @@
 
 import functools
 import json
+import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, ParamSpec
 
+import rich.markup
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 
 from shardplan.layouts import CheckpointError, LayoutError
 
 NO = 1
 UNANSWERED = 2
+_PIPED_WIDTH = 1 << 16
+# JSON has no such numbers; a literal that is too large reads as infinity everywhere.
+_NUMBERS = {"Infinity": "1e999", "-Infinity": "-1e999", "NaN": "null"}
+_NUMBER = re.compile(r'^( *(?:"(?:[^"\\]|\\.)*": )?)(-?Infinity|NaN)(,?)$', re.MULTILINE)
 _PATIENCE = 1.0  # seconds before a bar appears
 
 P = ParamSpec("P")
 
 
+class _Console(Console):
+    """Prints nothing that a terminal obeys but what rich itself adds, and survives a closed pipe."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.replace("\n", "").isprintable():
+                yield segment
+            else:
+                lines = map(_escaped, segment.text.split("\n"))
+                yield Segment("\n".join(lines), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        _mute()
+
+
+def _mute() -> None:
+    """Goes on without a reader, as in `| head`: the exit status is still the answer's."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def console() -> Console:
-    """Returns the console for answers."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    """Returns the console for answers.
+
+    What is piped has one row on one line, however long, so that `grep` finds names.
+    """
+    piped = not sys.stdout.isatty()
+    width = _PIPED_WIDTH if piped else None
+    return _Console(highlight=False, emoji=False, soft_wrap=piped, width=width)
 
 
 def errors() -> Console:
     """Returns the console for errors and progress."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 
 def say_json(value: Any) -> None:
-    """Prints a value as JSON."""
-    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    """Prints a value as JSON; what a terminal might obey is escaped, and parses to the same."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    text = _NUMBER.sub(lambda found: found[1] + _NUMBERS[found[2]] + found[3], text)
+    text = re.sub(
+        r"[^\n -~]", lambda c: c[0] if c[0].isprintable() else json.dumps(c[0])[1:-1], text
+    )
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        _mute()
 
 
 def stop(message: str, *, as_json: bool = False, status: int = UNANSWERED) -> NoReturn:
@@ -52,7 +95,9 @@ def stop(message: str, *, as_json: bool = False, status: int = UNANSWERED) -> No
     if as_json:
         say_json({"error": message})
     else:
-        errors().print(f"[bold red]shardplan:[/] {plain(message)}")
+        # Lists of faults have one on a line.
+        lines = "\n  ".join(map(plain, message.split("\n  ")))
+        errors().print(f"[bold red]shardplan:[/] {lines}")
     raise typer.Exit(status)
 
 
@@ -64,14 +109,21 @@ def verb(function: Callable[P, None]) -> Callable[P, None]:
         try:
             function(*args, **kwargs)
         except (CheckpointError, LayoutError, ValueError) as error:
-            stop(str(error), as_json=bool(kwargs.get("json_")))
-        except BrokenPipeError:
-            raise typer.Exit(0) from None
+            stop(_for_command(str(error)), as_json=bool(kwargs.get("json_")))
+        except KeyboardInterrupt:
+            stop("interrupted", as_json=bool(kwargs.get("json_")))
         except OSError as error:
             text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             stop(text, as_json=bool(kwargs.get("json_")))
 
     return run
+
+
+def _for_command(text: str) -> str:
+    """Returns an error's text with the command's flags in place of the library's arguments."""
+    for name in ("overwrite", "tensors_only"):
+        text = text.replace(f"{name}=True", f"--{name.replace('_', '-')}")
+    return text
 
 
 @contextmanager
@@ -140,5 +192,18 @@ def many(count: float, noun: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Keeps rich from reading `[…]` in a message as markup."""
-    return text.replace("[", "\\[")
+    r"""Returns text that is printed as it is: no markup, and nothing that a terminal obeys.
+
+    Keys and paths may come from anybody: an escape sequence in a key could hide or forge an
+    answer, and so could a character that turns the direction of writing.
+
+    >>> print(plain("[red]w\x1b[2J"))
+    \[red]w\x1b[2J
+    """
+    return rich.markup.escape(_escaped(text))
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -10,8 +10,8 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ from shardplan.layouts.variants import variants
 
 from ..checkpoints.converting import sources
 from ..checkpoints.opened import Checkpoint
+from ..checkpoints.replacing import replacement
 from ..checkpoints.safetensors_files import INDEX
 from ..checkpoints.stock_writing import OneFileWriter
-from ..checkpoints.streamed import StreamedSavePlanner, save_alone
-from ..checkpoints.streams import Source, write_safetensors
+from ..checkpoints.streamed import StreamedSavePlanner, drive_save
+from ..checkpoints.streams import Advance, Source, write_safetensors
 from ..recipes.numbers import Numbers
 from ..recipes.parallel import NONE, Parallel, describe
 from .bridge import Bridge, build_bridge
 from .names import HuggingFaceNames, Rule
 from .rules import rules_for
 
-Advance = Callable[[int], None]
 SHARD_BYTES = 5 << 30
 _BESIDE = (
     "generation_config.json",
@@ -169,10 +169,11 @@ def export_checkpoint(
     config: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     threads: int = 2,
+    overwrite: bool = False,
     advance: Advance = lambda n: None,
     plan: Plan | None = None,
 ) -> Plan:
-    """Writes a checkpoint in Hugging Face's form.
+    """Writes a checkpoint in Hugging Face's form; if that fails, `out` is as it was.
 
     Args:
         checkpoint: A checkpoint under Megatron-Core's names, of any layout and format.
@@ -184,6 +185,7 @@ def export_checkpoint(
             tokenizer's files.
         shard_bytes: Most bytes of one file, unless a tensor is larger.
         threads: How many files are written at a time.
+        overwrite: Whether a checkpoint in `out` is replaced, as a whole.
         advance: Told the bytes of each block that is written.
         plan: What `plan_export` returned for the same arguments, if that is known.
 
@@ -191,11 +193,23 @@ def export_checkpoint(
         What was written, and what was left over.
 
     Raises:
+        CheckpointExistsError: If something is in `out` that may not be replaced.
         CheckpointError: If a tensor is missing or has another shape; nothing is written then.
     """
     if plan is None:
         plan = plan_export(checkpoint, numbers, section=section, rules=rules)
-    out.mkdir(parents=True, exist_ok=True)
+    beside = {} if config is None else _beside(config)
+    with replacement(
+        out, folder=True, overwrite=overwrite, source=checkpoint, beside=beside
+    ) as new:
+        _write(plan, new, shard_bytes, threads, advance)
+        for name, file in beside.items():
+            shutil.copyfile(file, new / name)
+    return plan
+
+
+def _write(plan: Plan, out: Path, shard_bytes: int, threads: int, advance: Advance) -> None:
+    """Writes the model's files and their index."""
     shards = _shards(plan.tensors, shard_bytes)
     names = [
         "model.safetensors"
@@ -203,9 +217,11 @@ def export_checkpoint(
         else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         for i in range(len(shards))
     ]
-    lock = threading.Lock()
+    lock, failed = threading.Lock(), threading.Event()
 
     def told(count: int) -> None:
+        if failed.is_set():
+            raise CheckpointError(f"{out}: another of its files could not be written.")
         with lock:
             advance(count)
 
@@ -213,15 +229,17 @@ def export_checkpoint(
         write_safetensors(out / names[number], shards[number], {"format": "pt"}, told)
 
     with ThreadPoolExecutor(max(threads, 1)) as pool:
-        for done in [pool.submit(write, number) for number in range(len(shards))]:
-            done.result()
+        try:
+            for done in as_completed([pool.submit(write, n) for n in range(len(shards))]):
+                done.result()
+        except BaseException:  # the pool waits for its threads, after a Ctrl-C too
+            failed.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if len(shards) > 1:
         weights = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weights}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    if config is not None:
-        _copy_beside(config, out)
-    return plan
 
 
 def import_checkpoint(
@@ -231,11 +249,14 @@ def import_checkpoint(
     *,
     section: str = "model",
     rules: Iterable[Rule] | None = None,
+    overwrite: bool = False,
     advance: Advance = lambda n: None,
     writer: Any = None,
     plan: Plan | None = None,
 ) -> Plan:
     """Writes a Hugging Face checkpoint under Megatron-Core's names, for any configuration to load.
+
+    If that fails, `out` is as it was, unless a writer is given.
 
     Args:
         checkpoint: The Hugging Face checkpoint.
@@ -243,14 +264,17 @@ def import_checkpoint(
         numbers: The model's numbers.
         section: Section of the state dict that will hold the model.
         rules: Rules for names and shapes; those of the model's kind if not given.
+        overwrite: Whether a checkpoint in `out` is replaced, as a whole.
         advance: Told the bytes of each block that is written.
-        writer: DCP storage writer; one for stock's own format if not given.
+        writer: DCP storage writer, which knows its place; by default one for stock's own format
+            in `out`.
         plan: What `plan_import` returned for the same arguments, if that is known.
 
     Returns:
         What was written, and what was left over.
 
     Raises:
+        CheckpointExistsError: If something is in `out` that may not be replaced.
         CheckpointError: If a tensor is missing or has another shape; nothing is written then.
     """
     if plan is None:
@@ -259,7 +283,11 @@ def import_checkpoint(
         key: (section, key[len(section) + 1 :]) if section else (key,) for key in plan.tensors
     }
     planner = StreamedSavePlanner(plan.tensors, {}, paths, advance)
-    save_alone(planner, writer or OneFileWriter(out))
+    if writer is not None:
+        drive_save(planner, writer)
+        return plan
+    with replacement(out, folder=True, overwrite=overwrite, source=checkpoint) as new:
+        drive_save(planner, OneFileWriter(new))
     return plan
 
 
@@ -344,10 +372,15 @@ def _natural(key: str) -> list[Any]:
     return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in key.split(".")]
 
 
-def _copy_beside(config: Path, out: Path) -> None:
+def _beside(config: Path) -> dict[str, Path]:
+    """Returns a model's configuration and the files of its tokenizer, by their names in the copy.
+
+    Raises:
+        CheckpointError: If there is no such configuration.
+    """
     folder = config if config.is_dir() else config.parent
     file = config / "config.json" if config.is_dir() else config
-    shutil.copyfile(file, out / "config.json")
-    for pattern in _BESIDE:
-        for beside in folder.glob(pattern):
-            shutil.copyfile(beside, out / beside.name)
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file. Give a model's config.json.")
+    found = [path for pattern in _BESIDE for path in folder.glob(pattern) if path.is_file()]
+    return {**{path.name: path for path in found}, "config.json": file}

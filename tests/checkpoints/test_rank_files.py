@@ -79,8 +79,8 @@ def test_folder_loads(folder, planner):
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors"])
-def test_folder_is_converted(folder, tmp_path, to):
-    out = tmp_path / "out.d"
+def test_folder_is_converted(folder, tmp_path_factory, to):
+    out = tmp_path_factory.mktemp("elsewhere") / "out.d"
     done = shardplan("convert", folder, out, "--to", to, "--tensors-only")
     assert 0 == done.status, done.err
     with open_checkpoint(out) as checkpoint:

@@ -12,7 +12,7 @@ from shardplan.layouts import CheckpointError
 from shardplan.planner.checkpoints.opening import open_checkpoint
 from shardplan.planner.checkpoints.own_writing import write_own
 from shardplan.planner.checkpoints.stock_writing import OneFileWriter
-from shardplan.planner.checkpoints.streamed import StreamedSavePlanner, save_alone
+from shardplan.planner.checkpoints.streamed import StreamedSavePlanner, drive_save
 from shardplan.planner.checkpoints.streams import Source, write_safetensors
 from shardplan.planner.checkpoints.torch_archive import write_archive
 
@@ -47,7 +47,7 @@ def expected(number):
 
 def stock(path, sources):
     planner = StreamedSavePlanner(sources, {}, {key: (key,) for key in sources})
-    save_alone(planner, OneFileWriter(path))
+    drive_save(planner, OneFileWriter(path))
 
 
 WRITERS = {

@@ -1,10 +1,4 @@
-"""The way of a parameter's elements in words and numbers: storage → local → component → global.
-
-| name | is |
-|---|---|
-| `Step` | one space: what leads there and what the rank holds of it |
-| `steps` | the whole way of a parameter on one rank |
-"""
+"""The way of a parameter's elements in words and numbers: storage → local → component → global."""
 
 import math
 from dataclasses import dataclass

@@ -14,36 +14,8 @@ from ..recipes.files import Recipe, load_recipe, shipped
 from ..recipes.forecast import Forecast, forecast, place
 from ..recipes.parallel import Parallel
 from ..recipes.trial import stock_bytes_per_chunk, time_planning
-from .options import Json
+from .options import Config, Json, parse_configuration
 from .output import NO, console, many, number, plain, say_json, size, verb
-
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config", "-c", help="Configuration: its name in the recipe, or tp=2,ep=8,dp_shard=64."
-    ),
-]
-
-
-def parse_configuration(recipe: Recipe, text: str | None) -> Parallel:
-    """Returns a configuration by its name in the recipe, or from sizes such as `tp=2,ep=8`.
-
-    Raises:
-        LayoutError: If there is none of that name, or a size is no number.
-    """
-    if text is None or "=" not in text:
-        return recipe.configuration(text)
-    values: dict[str, Any] = {}
-    known = [f.name for f in dataclasses.fields(Parallel)]
-    for pair in text.replace(" ", "").split(","):
-        name, _, value = pair.partition("=")
-        if name not in known:
-            raise LayoutError(f"--config {text}: no axis {name!r}. There are {', '.join(known)}.")
-        try:
-            values[name] = value if name in ("fsdp", "name") else int(value)
-        except ValueError:
-            raise LayoutError(f"--config {text}: {name} is {value!r}, not a number.") from None
-    return Parallel(**values)
 
 
 @verb
@@ -166,7 +138,7 @@ def _print_simulation(recipe: Recipe, result: dict[str, Any]) -> None:
         if sizes[axis] > 1
     )
     out.print(
-        f"[bold]{plain(recipe.name)}[/] on {number(result['ranks'])} ranks: {named or 'one rank'}, "
+        f"[bold]{plain(recipe.name)}[/] on {many(result['ranks'], 'rank')}: {named or 'one rank'}, "
         f"fsdp {sizes['fsdp']}"
     )
     if "error" in result:
@@ -181,7 +153,7 @@ def _print_simulation(recipe: Recipe, result: dict[str, Any]) -> None:
     table.add_row(
         "each rank writes",
         f"{size(spread['least'])} to {size(spread['most'])}, {size(spread['mean'])} on average; "
-        f"{number(chunks['least'])} to {number(chunks['most'])} chunks",
+        f"{number(chunks['least'])} to {many(chunks['most'], 'chunk')}",
     )
     inside = max(result["stage_balance"])
     balance = f"the busiest rank writes {100 * (result['balance'] - 1):.2f} % more than the mean"
@@ -207,8 +179,8 @@ def _print_simulation(recipe: Recipe, result: dict[str, Any]) -> None:
         reads = result["change"]
         table.add_row(
             f"change to {reads['to']}",
-            f"{size(reads['bytes_read'])} read by {number(reads['ranks'])} ranks, "
-            f"{size(reads['rank_bytes']['most'])} and {number(reads['rank_reads']['most'])} parts "
+            f"{size(reads['bytes_read'])} read by {many(reads['ranks'], 'rank')}, "
+            f"{size(reads['rank_bytes']['most'])} and {many(reads['rank_reads']['most'], 'part')} "
             "at most",
         )
         table.add_row("", f"a reader of whole chunks: {reads['whole_chunk_factor']:.2f} times that")

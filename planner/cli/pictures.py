@@ -1,10 +1,4 @@
-"""Pictures with matplotlib: who holds what of a tensor, and bytes per rank.
-
-| name | draws |
-|---|---|
-| `draw_panels` | rectangles coloured by rank, one panel for each layout |
-| `draw_bytes` | bytes that each rank writes or reads |
-"""
+"""Pictures with matplotlib: who holds what of a tensor, and bytes per rank."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +8,8 @@ import numpy as np
 
 from shardplan.layouts import LayoutError
 
-from .blocks import color
-from .holders import Panel, Rectangle
 from .output import size
+from .panels import Panel, Rectangle, color
 
 _INK = "#1f2328"
 _LINE = "#ffffff"
@@ -45,6 +38,17 @@ def _pyplot() -> Any:
         }
     )
     return pyplot
+
+
+def check_drawable(stem: Path) -> None:
+    """Checks that pictures can be drawn and have a place, before there is any work done.
+
+    Raises:
+        LayoutError: If they can't or have none.
+    """
+    if not stem.parent.is_dir():
+        raise LayoutError(f"{stem}: the folder {stem.parent} does not exist. Make it first.")
+    _pyplot()
 
 
 def draw_panels(panels: Sequence[Panel], title: str, stem: Path) -> list[Path]:
