@@ -14,8 +14,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardplan.planner import CheckpointError
+from shardplan.planner import CheckpointError, UnstorableValueError
 from shardplan.planner.storage.format.header import chunk_name, split_name
 from shardplan.planner.storage.format.plain import from_plain, to_plain
 
@@ -108,17 +110,140 @@ def test_own_classes_come_back_where_the_program_has_them():
     value = {"c": Colour.RED, "s": Settings(0.5, ("a",))}
     assert value == back(value, (Colour, Settings))
     with pytest.raises(CheckpointError, match=r"key: the stored value has a .*Colour"):
-        back(value)
+        back(Colour.RED)
+
+
+def test_own_classes_inside_of_a_container_come_back_as_they_are_stored(caplog):
+    """`args` of a training script: a Namespace with enums, loaded by a program without them."""
+    args = argparse.Namespace(lr=0.1, colour=Colour.RED, more=[Settings(0.5, ("a",))])
+    found = back(args)
+    assert 0.1 == found.lr
+    assert {"$enum": [f"{__name__}.Colour", "RED"]} == found.colour
+    assert [
+        {"$dataclass": [f"{__name__}.Settings", {"rate": 0.5, "names": {"$tuple": ["a"]}}]}
+    ] == (found.more)
+    assert "key: the program holds no" in caplog.text and "Colour" in caplog.text
+    assert args == back(args, (Colour, Settings))
 
 
 class Other:
     pass
 
 
-@pytest.mark.parametrize("value", [Other(), print, lambda: 0, np.array([Other()]), [Other()]])
-def test_what_is_not_plain_is_refused_by_name(value):
-    with pytest.raises(CheckpointError, match=r"key: a value of type .*no pickles"):
-        to_plain("key", value)
+class Bits(enum.Flag):
+    A = 1
+    B = 2
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):
+    logits: int = 0
+
+
+def with_more(value):
+    value.late = 1
+    return value
+
+
+Point = collections.namedtuple("Point", "x y")
+RECORDS = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Other(),
+        print,
+        lambda: 0,
+        np.array([Other()]),
+        [Other()],
+        np.ma.masked_array([1, 2], mask=[0, 1]),
+        RECORDS,
+        RECORDS[0],
+        RECORDS.view(np.recarray),
+        np.ones((1, 1)).view(np.matrix),
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(0), "Z")),
+        datetime.time(1, fold=1),
+        pathlib.PurePosixPath("a"),
+        pathlib.PureWindowsPath("a"),
+        Point(1, 2),
+        collections.Counter("aab"),
+        collections.defaultdict(int, a=1),
+        Bits.A | Bits.B,
+        Output(1),
+        with_more(Settings(0.5, ())),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2, requires_grad=True),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_would_not_come_back_as_it_is_is_refused_by_name(value, inside):
+    with pytest.raises(UnstorableValueError, match=r"key: a value of type .*no pickles"):
+        to_plain("key", {"a": [value]} if inside else value)
+
+
+ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.binary(),
+    st.binary().map(bytearray),
+    st.datetimes(timezones=st.sampled_from([None, datetime.UTC])).map(lambda t: t.replace(fold=0)),
+    st.dates(),
+    st.times().map(lambda t: t.replace(fold=0)),
+    st.timedeltas(),
+    st.sampled_from([torch.float16, torch.device("meta"), range(3), slice(1, None), Colour.RED]),
+    st.sampled_from([pathlib.Path("/a"), torch.Size([1]), np.datetime64(5, "3D"), np.bool_(True)]),
+    st.sampled_from(["<i2", ">f4", "|b1", "<c8", "<U2", "|S3", "<M8[us]"]).map(
+        lambda code: np.zeros((2, 1), code)
+    ),
+    st.sampled_from([torch.arange(3), torch.tensor(2.5, dtype=torch.bfloat16), torch.ones(2, 0)]),
+)
+KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.none(), st.tuples(st.integers()))
+NESTED = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(KEYS, inner),
+        st.dictionaries(KEYS, inner).map(collections.OrderedDict),
+        st.frozensets(KEYS),
+        st.frozensets(KEYS).map(set),
+        st.builds(Settings, st.floats(), inner),
+        st.dictionaries(st.text(min_size=1), inner).map(lambda d: argparse.Namespace(**d)),
+    ),
+    max_leaves=12,
+)
+
+
+def same(a, b):
+    """Whether two values have equal types and contents at every depth, order included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, set | frozenset):
+        return same(sorted(a, key=repr), sorted(b, key=repr))
+    if isinstance(a, argparse.Namespace | Settings):
+        return same(vars(a), vars(b))
+    return repr(a) == repr(b)
+
+
+@given(NESTED)
+def test_whatever_is_accepted_comes_back_with_its_types(value):
+    assert same(value, back(value, (Colour, Settings)))
 
 
 def test_value_that_holds_itself_is_refused():

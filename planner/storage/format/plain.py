@@ -26,22 +26,25 @@ import dataclasses
 import datetime
 import enum
 import io
+import logging
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, UnstorableValueError
 
-from ...compat import local_tensor
 from .dtypes import dtype_name, dtype_of
 
-_ARRAY = re.compile(r"[<>|=]?(b1|[iufc]\d+|[SUV]\d+|[mM]8(\[\w+\])?)\Z")
+# No records: their field names would be lost.
+_ARRAY = re.compile(r"[<>|=]?(b1|[iufc]\d+|[SU]\d+|[mM]8(\[\w+\])?)\Z")
 _LONG = 1 << 63
+_BUILT_IN = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int, float, complex)
+_LOG = logging.getLogger("shardplan")
 
 
 def to_plain(key: str, value: Any) -> Any:
@@ -52,12 +55,12 @@ def to_plain(key: str, value: Any) -> Any:
         value: The value.
 
     Raises:
-        CheckpointError: If it, or something in it, is not plain data.
+        UnstorableValueError: If it, or something in it, would not come back as it is.
     """
     try:
         return _write(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
+        raise UnstorableValueError(
             f"{key}: a value of type {type(value).__name__} can't be stored as plain data: {error}. "
             "This format has no pickles. Keep the value out of the state dict, or turn it into "
             "numbers, text, lists, dicts and tensors."
@@ -66,6 +69,9 @@ def to_plain(key: str, value: Any) -> Any:
 
 def from_plain(key: str, data: Any, like: Iterable[type] = ()) -> Any:
     """Returns the value that `to_plain` wrote.
+
+    Where an enum or a dataclass stands inside of a container, and the program holds none of its
+    class, it comes back as it is stored (`{"$enum": [class, name]}`), with a warning in the log.
 
     Args:
         key: Its key, for errors.
@@ -76,8 +82,17 @@ def from_plain(key: str, data: Any, like: Iterable[type] = ()) -> Any:
         CheckpointError: If the data is none of this version, or needs another class.
     """
     classes = {_class_name(cls): cls for cls in like}
+    inside = not (isinstance(data, dict) and data.keys() & {"$enum", "$dataclass"})
     try:
-        return _read(data, classes)
+        if inside and (unknown := sorted(set(_unknown(data, classes)))):
+            # Nothing of it is lost, and the rest of the container is there.
+            _LOG.warning(
+                "%s: the program holds no %s in this place, so values of it come back as they are "
+                "stored, such as {'$enum': [class, name]}",
+                key,
+                ", ".join(unknown),
+            )
+        return _read(data, classes, inside)
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {error}") from None
     except Exception as error:  # damaged data fails in every way
@@ -113,22 +128,38 @@ def _write(value: Any) -> Any:
 
 
 def _write_other(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        local = local_tensor(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise TypeError(f"a {value.layout} tensor on {value.device} is not plain data")
+        if type(value) is not torch.Tensor or value.requires_grad:
+            raise TypeError("a tensor that requires a gradient is not plain data; detach() it")
+        local = value.resolve_conj().resolve_neg().cpu().contiguous()
         raw = local.reshape(-1).view(torch.uint8).numpy().tobytes()
         return {"$tensor": [dtype_name(local.dtype), list(local.shape), _text(raw)]}
-    if isinstance(value, np.ndarray | np.generic) and _ARRAY.match(value.dtype.str):
+    plain_array = type(value) is np.ndarray or isinstance(value, np.generic)
+    if plain_array and value.dtype.names is None and _ARRAY.match(value.dtype.str):
         name = "$array" if isinstance(value, np.ndarray) else "$scalar"
         raw = np.ascontiguousarray(value).tobytes()
         return {name: [value.dtype.str, list(value.shape), _text(raw)]}
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) and type(value).__members__.get(value.name) is value:
         return {"$enum": [_class_name(type(value)), value.name]}
-    if isinstance(value, pathlib.PurePath):
+    if type(value) is type(pathlib.Path()):
         return {"$path": str(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _write(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if vars_beside := sorted(getattr(value, "__dict__", {}).keys() - fields.keys()):
+            raise TypeError(f"{type(value).__qualname__} has {vars_beside} beside its fields")
+        if isinstance(value, _BUILT_IN):
+            raise TypeError(f"{type(value).__qualname__} holds more than its fields")
         return {"$dataclass": [_class_name(type(value)), fields]}
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not plain data")
+
+
+def _moment(name: str, value: Any) -> Any:
+    """Writes a date or time, if its text says all of it: no zone by name, no fold."""
+    if repr(type(value).fromisoformat(value.isoformat())) != repr(value):
+        raise TypeError(f"{value!r} has more than its text {value.isoformat()} says")
+    return {name: value.isoformat()}
 
 
 _WRITERS: dict[type, Callable[[Any], Any]] = {
@@ -145,30 +176,49 @@ _WRITERS: dict[type, Callable[[Any], Any]] = {
     torch.device: lambda v: {"$device": str(v)},
     range: lambda v: {"$range": [v.start, v.stop, v.step]},
     slice: lambda v: {"$slice": [_write(v.start), _write(v.stop), _write(v.step)]},
-    datetime.datetime: lambda v: {"$datetime": v.isoformat()},
-    datetime.date: lambda v: {"$date": v.isoformat()},
-    datetime.time: lambda v: {"$time": v.isoformat()},
+    datetime.datetime: lambda v: _moment("$datetime", v),
+    datetime.date: lambda v: _moment("$date", v),
+    datetime.time: lambda v: _moment("$time", v),
     datetime.timedelta: lambda v: {"$timedelta": [v.days, v.seconds, v.microseconds]},
     argparse.Namespace: lambda v: {"$namespace": [[k, _write(x)] for k, x in vars(v).items()]},
 }
 
 
-def _read(data: Any, classes: dict[str, type]) -> Any:
+def _unknown(data: Any, classes: dict[str, type]) -> Iterator[str]:
+    """Yields the classes of enums and dataclasses in stored data that the program does not hold."""
+    if isinstance(data, dict):
+        if data.keys() & {"$enum", "$dataclass"}:
+            name = str(next(iter(data.values()))[0])
+            if name not in classes:
+                yield name
+        for value in data.values():
+            yield from _unknown(value, classes)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _unknown(value, classes)
+
+
+def _read(data: Any, classes: dict[str, type], inside: bool = False) -> Any:
+    def read(inner: Any) -> Any:
+        return _read(inner, classes, inside)
+
     if isinstance(data, list):
-        return [_read(v, classes) for v in data]
+        return [read(v) for v in data]
     if not isinstance(data, dict):
         return data
     if len(data) != 1:
-        return {k: _read(v, classes) for k, v in data.items()}
+        return {k: read(v) for k, v in data.items()}
     ((name, inner),) = data.items()
     if not name.startswith("$"):
-        return {name: _read(inner, classes)}
+        return {name: read(inner)}
     if name in ("$enum", "$dataclass"):
+        if inside and inner[0] not in classes:
+            return data
         return _own(name, inner, classes)
     if name in _PAIRS:
-        return _PAIRS[name]((_read(k, classes), _read(v, classes)) for k, v in inner)
+        return _PAIRS[name]((read(k), read(v)) for k, v in inner)
     if name in _SEQUENCES:
-        return _SEQUENCES[name](_read(v, classes) for v in inner)
+        return _SEQUENCES[name](read(v) for v in inner)
     if name not in _READERS:
         raise CheckpointError(f"a stored value of kind {name!r} is of a newer version")
     return _READERS[name](inner)
