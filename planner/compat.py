@@ -155,3 +155,8 @@ def rebuild_tensor() -> Any:
 def default_store() -> Any:
     """Returns the key-value store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def storage_ident(tensor: torch.Tensor) -> int:
+    """Returns a number that tensors of one storage share; a meta storage has no address."""
+    return int(tensor.untyped_storage()._cdata)

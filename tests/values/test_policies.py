@@ -5,7 +5,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner, LoadPolicies
+from shardplan.planner import (
+    LayoutAwareLoadPlanner,
+    LayoutAwareSavePlanner,
+    LoadPolicies,
+    SafetensorsReader,
+    SafetensorsWriter,
+)
 
 
 @pytest.fixture
@@ -51,6 +57,29 @@ def test_missing(path):
         report = load(path, state, **given)
         assert (["w"], ["other"]) == (report.loaded, report.missing)
         assert ([0, 1, 2, 3], [-1, -1]) == (state["w"].tolist(), state["other"].tolist())
+
+
+def tied():
+    """Two names of one memory, a view of it, and a tensor of its own."""
+    weight = torch.arange(6.0).reshape(2, 3)
+    return {"head": weight, "embedding": weight, "rows": weight[1:], "own": torch.ones(2, 3)}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_tensors_of_one_meta_storage_get_one_memory(tmp_path, own):
+    writer = {"storage_writer": SafetensorsWriter(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.save(tied(), planner=LayoutAwareSavePlanner(), **writer)
+    weight = torch.empty(2, 3, device="meta")
+    state = {"head": weight, "embedding": torch.nn.Parameter(weight), "rows": weight[1:]}
+    state["own"] = torch.empty(2, 3, device="meta")
+    planner = LayoutAwareLoadPlanner(policies=LoadPolicies(meta="cpu"))
+    reader = {"storage_reader": SafetensorsReader(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.load(state, planner=planner, **reader)
+    for key, value in tied().items():
+        assert torch.equal(value, state[key])
+    places = {key: value.untyped_storage().data_ptr() for key, value in state.items()}
+    assert places["head"] == places["embedding"] == places["rows"] != places["own"]
+    assert state["rows"].data_ptr() == state["head"][1].data_ptr()
 
 
 def test_nothing_found_is_always_an_error(path):
