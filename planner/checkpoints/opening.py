@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
-from shardplan.layouts import CheckpointError
+from shardplan.layouts import CheckpointError, IncompleteCheckpointError
 
 from ..storage.format.commit import CHECKPOINT
+from ..storage.places.files import files_at
+from ..storage.unfinished import unfinished
 from .files import Files
 from .opened import Checkpoint
 from .own import OwnCheckpoint
@@ -33,6 +35,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, trust_pickle: bool = False)
         trust_pickle: Whether objects that are not plain data may be unpickled.
 
     Raises:
+        IncompleteCheckpointError: If the folder holds only a save that did not end.
         CheckpointError: If there is no checkpoint, or it is damaged.
     """
     text = os.fspath(path)
@@ -53,10 +56,22 @@ def open_checkpoint(path: str | os.PathLike[str], *, trust_pickle: bool = False)
     saved = [name for name in names if name.endswith(SUFFIXES)]
     if saved:
         return TorchFiles(files, saved, trust_pickle=trust_pickle)
+    if begun := _begun(files, names):
+        raise IncompleteCheckpointError(f"{files.root}: no complete checkpoint: {begun}.")
     inner = [n for n in names[:1000] if any(files.size(f"{n}/{m}") is not None for m in _MARKS)]
     hint = f" Did you mean {files.root}/{inner[0]}?" if inner else ""
     kinds = f"{', '.join(_MARKS)}, *.safetensors, {', '.join('*' + s for s in SUFFIXES)}"
     raise CheckpointError(f"{files.root}: no checkpoint in this folder (looked for {kinds}).{hint}")
+
+
+def _begun(files: Files, names: list[str]) -> str:
+    """Says what is left of saves that did not end in a folder without a checkpoint."""
+    if left := unfinished(files_at(files.root)):
+        return "; ".join(left)
+    written = sum(name.endswith(".distcp") for name in names)
+    return (
+        f"unfinished save of torch's writer: {written} *.distcp, no {METADATA}" if written else ""
+    )
 
 
 def _is_folder(files: Files) -> bool:

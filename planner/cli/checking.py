@@ -19,8 +19,9 @@ def print_faults(
     limit: int,
     as_json: bool,
     checksums: bool,
+    beside: Sequence[str],
 ) -> None:
-    """Prints what is wrong with a checkpoint, or that nothing is."""
+    """Prints what is wrong with a checkpoint, or that nothing is, and what lies beside it."""
     if as_json:
         say_json(
             {
@@ -30,10 +31,13 @@ def print_faults(
                 "checksums": checksums and checkpoint.has_checksums,
                 "bytes": total,
                 "faults": [fault._asdict() for fault in faults],
+                "beside": list(beside),
             }
         )
         return
     out = console()
+    for text in beside:
+        out.print(f"beside it: {plain(text)}")
     for fault in faults[:limit]:
         out.print(f"[red]✗[/] {plain(f'{fault.where}: {fault.what}')}")
     if len(faults) > limit:
@@ -54,6 +58,18 @@ def print_faults(
     out.print(
         f"[bold green]sound[/]: {many(keys, 'key')}, {size(total)} in {plain(checkpoint.path)}: {how}"
     )
+
+
+def print_unsound(path: str, error: Exception, *, as_json: bool) -> None:
+    """Prints why a checkpoint can't be opened at all."""
+    text = str(error)
+    if as_json:
+        fault = Fault(path, text)
+        say_json({"path": path, "sound": False, "faults": [fault._asdict()]})
+        return
+    out = console()
+    out.print(f"[red]✗[/] {plain(text)}")
+    out.print(f"[bold red]not sound[/]: {plain(path)}")
 
 
 def print_differences(

@@ -4,10 +4,12 @@ from typing import Annotated, Any
 
 import typer
 
-from shardplan.layouts import IncompleteCheckpointError
+from shardplan.layouts import DamagedCheckpointError, IncompleteCheckpointError
 
 from ..checkpoints.comparing import compare, total_bytes
 from ..checkpoints.opened import nbytes
+from ..storage.places.files import files_at
+from ..storage.unfinished import unfinished
 from . import checking, listing
 from .options import Checkpoint_, Filter, Json, Trust, keys_like, opened
 from .output import NO, console, number, progress, say_json, stop, verb
@@ -69,16 +71,29 @@ def verify(
 ) -> None:
     """Check that a checkpoint is complete: every element once, every file whole, checksums right.
 
-    Exit status 1 if it is not sound; each fault is named.
+    Exit status 1 if it is not sound, a save that did not end included; each fault is named.
     """
-    with opened(ckpt, trust_pickle) as checkpoint:
-        stored = checkpoint.metadata.state_dict_metadata
-        total = sum(map(nbytes, stored.values()))
-        with progress("verifying", total, quiet=json_) as advance:
-            faults = list(checkpoint.faults(checksums=checksums, advance=advance))
-        checking.print_faults(
-            faults, checkpoint, total, limit=limit, as_json=json_, checksums=checksums
-        )
+    try:
+        with opened(ckpt, trust_pickle) as checkpoint:
+            stored = checkpoint.metadata.state_dict_metadata
+            total = sum(map(nbytes, stored.values()))
+            with progress("verifying", total, quiet=json_) as advance:
+                faults = list(checkpoint.faults(checksums=checksums, advance=advance))
+            beside = (
+                unfinished(files_at(checkpoint.path)) if checkpoint.format == "shardplan" else []
+            )
+            checking.print_faults(
+                faults,
+                checkpoint,
+                total,
+                limit=limit,
+                as_json=json_,
+                checksums=checksums,
+                beside=beside,
+            )
+    except (IncompleteCheckpointError, DamagedCheckpointError) as error:
+        checking.print_unsound(ckpt, error, as_json=json_)
+        raise typer.Exit(NO) from None
     if faults:
         raise typer.Exit(NO)
 

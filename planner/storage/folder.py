@@ -7,7 +7,7 @@ checkpoint, and nobody can tell which of the two is meant.
 
 from typing import Any
 
-from shardplan.layouts import CheckpointError, CheckpointExistsError
+from shardplan.layouts import CheckpointError, CheckpointExistsError, DamagedCheckpointError
 
 from .format.commit import Commit, read_commit
 from .format.sums import block_sum
@@ -42,10 +42,10 @@ def check_alone(files: Files, commit: Commit | None) -> None:
     """Refuses a folder that holds two checkpoints of different formats.
 
     Raises:
-        CheckpointError: If it does.
+        DamagedCheckpointError: If it does.
     """
     if commit is not None and has_stock(files, commit):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{files.root}: holds two checkpoints: one in the library's own format (save "
             f"{commit.save}), and one in torch's ({STOCK}), which shardplan finalize did not write. "
             "Nobody can tell which is meant. Move or delete the files of one: checkpoint.json and the "

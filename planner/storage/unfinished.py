@@ -1,6 +1,6 @@
 """What a save that has not ended, or did not end well, left in a folder."""
 
-from .format.commit import is_save, read_commit
+from .format.commit import CHECKPOINT, is_save, read_commit
 from .places.files import Files
 from .writing.claim import ENDED, OPEN, claims, read_claim
 from .writing.process import has_ended
@@ -23,6 +23,11 @@ def unfinished(files: Files) -> list[str]:
             found.append(f"{what}. Its process has ended")
         elif claim.state == OPEN:
             found.append(f"{what}. It may still be running")
+        elif commit is None:
+            found.append(
+                f"save {claim.save} was complete, and its {CHECKPOINT} is gone; "
+                f"{_files_of(files, claim.save)}"
+            )
     for name in sorted(files.names("")):
         if is_save(name) and name not in named and _files_of(files, name):
             found.append(f"unfinished save {name}, which no claim names; {_files_of(files, name)}")

@@ -10,6 +10,8 @@ import torch.distributed.checkpoint as dcp
 from cli.command import shardplan
 from safetensors.torch import load_file
 
+from shardplan.planner import LayoutAwareSavePlanner, SafetensorsWriter
+
 VERBS = ("inspect", "verify", "diff", "convert")
 
 
@@ -93,10 +95,6 @@ def test_inspect_filter_without_a_match(stock):
     [
         (lambda p: None, "no such file or folder"),
         (lambda p: p.mkdir(), "no checkpoint in this folder"),
-        (
-            lambda p: p.write_bytes(b"hello"),
-            "neither a safetensors file nor one that torch.save wrote",
-        ),
     ],
 )
 def test_no_checkpoint_is_status_2(tmp_path, make, words):
@@ -164,6 +162,72 @@ def test_verify_finds_a_hole(stock):
     answer = shardplan("verify", stock)
     assert 1 == answer.status
     assert "model.layers.0.w: [4, 6) is covered by no chunk of shape (6, 4)" in answer.out
+
+
+def cut_off(path):
+    """A folder as a save of two ranks leaves it that was killed before its end."""
+    writer = SafetensorsWriter(path, sync=False)
+    dcp.save({"w": torch.ones(4)}, storage_writer=writer, planner=LayoutAwareSavePlanner())
+    (path / "checkpoint.json").unlink()
+
+
+def cut_off_by_torch(path):
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=path)
+    (path / ".metadata").unlink()
+
+
+def damaged(path):
+    cut_off(path)
+    (path / "checkpoint.json").write_text("{")
+
+
+def garbage(path):
+    path.rmdir()
+    path.write_bytes(b"hello")
+
+
+def two_formats(path):
+    writer = SafetensorsWriter(path, sync=False)
+    dcp.save({"w": torch.ones(4)}, storage_writer=writer, planner=LayoutAwareSavePlanner())
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=path)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (cut_off, "no complete checkpoint: save "),
+        (cut_off_by_torch, "unfinished save of torch's writer: 1 *.distcp, no .metadata"),
+        (damaged, "checkpoint.json"),
+        (garbage, "neither a safetensors file nor one that torch.save wrote"),
+        (two_formats, "holds two checkpoints"),
+    ],
+)
+def test_verify_of_a_save_that_is_not_sound_at_all(tmp_path, make, words):
+    path = tmp_path / "c"
+    path.mkdir()
+    make(path)
+    answer = shardplan("verify", path)
+    assert 1 == answer.status
+    assert words in answer.out and f"not sound: {path}" in answer.out
+    found = shardplan("verify", path, "--json")
+    assert (1, False) == (found.status, found.json["sound"])
+    assert words in found.json["faults"][0]["what"]
+
+
+def test_verify_names_an_unfinished_save_beside_the_checkpoint(tmp_path):
+    path = tmp_path / "c"
+    for value in (1.0, 2.0):
+        writer = SafetensorsWriter(path, sync=False, overwrite=True)
+        state = {"w": torch.full((4,), value)}
+        dcp.save(state, storage_writer=writer, planner=LayoutAwareSavePlanner())
+    (path / "0123456789abcdef").mkdir()
+    (path / "0123456789abcdef" / "00000-of-00002.safetensors").write_bytes(b"")
+    answer = shardplan("verify", path)
+    assert 0 == answer.status
+    text = "beside it: unfinished save 0123456789abcdef, which no claim names; 1 of 2 data files"
+    assert text in " ".join(answer.out.split())
+    (note,) = shardplan("verify", path, "--json").json["beside"]
+    assert text.removeprefix("beside it: ") in note
 
 
 def test_diff_of_equals(stock, tmp_path):
