@@ -365,8 +365,8 @@ class Requests:
             if tuple(local.shape) != size:
                 self.fault(
                     ShapeMismatchError,
-                    f"{key}: the checkpoint has shape {size}, the state dict {tuple(local.shape)} "
-                    "and no layout explains it. Pass the model, or a tensor of the saved shape.",
+                    f"{key}: the checkpoint has shape {size}, the state dict {tuple(local.shape)}, "
+                    "and no layout explains it (size mismatch). Pass the model, or a tensor of the saved shape.",
                 )
                 return None
             return (

@@ -290,6 +290,7 @@ def _place_lone(
     There is one chunk for each grid that the meshes belong to: dense tensors and experts may live
     on different ones.
     """
+    lone.sort(key=lambda entry: key_of(entry[1]))  # ranks may list their keys in any order
     known = []
     if any(chunk.layouts for chunk in table.chunks):
         known = list(dict.fromkeys((table.grids.dense, table.grids.expert)))

@@ -162,7 +162,15 @@ def _check(key: str, tensor: torch.Tensor, said: Description) -> None:
                 f"{key}: it names two boxes at {offsets} on one rank. Mend what describes it."
             )
         starts.add(offsets)
-        held = part_of(key, tensor, offsets)
+        try:
+            held = part_of(key, tensor, offsets)
+        except (IndexError, ValueError) as error:
+            if isinstance(error, LayoutError):
+                raise
+            raise LayoutError(
+                f"{key}: it describes a box at {offsets} of sizes {sizes}, which its tensor of shape "
+                f"{tuple(tensor.shape)} does not have ({error}). Fix what describes it."
+            ) from None
         if tuple(held.shape) != sizes:
             raise LayoutError(
                 f"{key}: it says that the box at {offsets} has sizes {sizes}, but gives a tensor of "

@@ -70,7 +70,8 @@ def test_one_group_for_parameters_that_were_saved_with_different_options():
     states = stage_optimizers((0.1, 0.2), (1, 1))
     checkpoint = memory.save(states, stage_planners(LayoutAwareSavePlanner))
     names = ["layers.0.w", "layers.1.w"]
-    state = {"optimizer": {"state": {}, "param_groups": [{"lr": -1.0, "params": names}]}}
+    slots = {name: {"step": torch.tensor(-1.0)} for name in names}
+    state = {"optimizer": {"state": slots, "param_groups": [{"lr": -1.0, "params": names}]}}
     planner = LayoutAwareLoadPlanner({"layers.0.w": (2,), "layers.1.w": (2,)})
     text = r"param_groups\.0\.lr: layers\.0\.w was saved with 0\.1 and layers\.1\.w with 0\.2"
     with pytest.raises(CheckpointError, match=text):

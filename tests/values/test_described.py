@@ -102,6 +102,17 @@ def test_what_does_not_fit_together(tensors, error, text):
         save(*tensors)
 
 
+def test_a_box_of_more_dimensions_than_its_tensor():
+    tensor = torch.zeros(2, 3)
+    tensor.global_shape = (4, 3, 1)
+    tensor.global_offsets = ((0, 0, 0),)
+    tensor.local_offsets = ((0, 0, 0),)
+    tensor.local_sizes = ((2, 3, 1),)
+    text = r"w: it describes a box at \(0, 0, 0\) of sizes \(2, 3, 1\), .* shape \(2, 3\)"
+    with pytest.raises(LayoutError, match=text):
+        save(tensor)
+
+
 def test_attributes_of_unequal_length():
     tensor = described([0, 1], 2, [(0, 0, 2)])
     tensor.local_sizes = ((1,), (1,))
