@@ -5,18 +5,22 @@
 | `ExpertGrid` | the provider |
 | `ExpertName` | where the expert's index stands in a parameter's name |
 | `expert_name` | finds it, by whole tokens: one rule for every part of the library |
+| `cut_by_experts` | whether a DTensor says itself that it belongs to experts |
 """
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .grid import Grid
 from .layout import EXPERT
 from .provider import Level, ParamInfo
-from .stages import ExpertIndex, Shard, Stack, Stage, Unstack
+from .stages import ExpertIndex, Shard, Stage, Unstack
 
 _GROUPED = re.compile(r"(weight|bias)(\d+)$")
+
+
+TOKENS = frozenset(("experts", "local_experts"))
 
 
 class ExpertName(NamedTuple):
@@ -33,9 +37,7 @@ class ExpertName(NamedTuple):
     tail: str
 
 
-def expert_name(
-    fqn: str, tokens: Iterable[str] = ("experts", "local_experts")
-) -> ExpertName | None:
+def expert_name(fqn: str, tokens: Iterable[str] = TOKENS) -> ExpertName | None:
     """Returns where the expert index stands in a name; None for a dense parameter.
 
     | kind | name |
@@ -68,6 +70,16 @@ def expert_name(
     return ExpertName(fqn, None, "")
 
 
+def cut_by_experts(tensor: Any) -> bool:
+    """Returns whether a tensor is a DTensor that its mesh's axis `ep` cuts.
+
+    What a tensor says of itself counts before its name.
+    """
+    mesh = getattr(tensor, "device_mesh", None)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return "ep" in names and not tensor.placements[names.index("ep")].is_replicate()
+
+
 class ExpertGrid:
     """Names experts by their global index, by the model's own expert grid.
 
@@ -83,7 +95,6 @@ class ExpertGrid:
         tokens: Name tokens that mark a parameter as one of several experts.
         stacked: What stacked experts `[E, …]` become on disk: one tensor (`'stacked'`), or one
             for each expert (`'single'`), named `….experts.{index}.…`.
-        single: What single experts become on disk: themselves, or one stacked tensor.
 
     Source: megatron/core/transformer/moe; grouped and sequential names of its fsdp_dtensor path.
     """
@@ -96,15 +107,13 @@ class ExpertGrid:
         num_experts: int | None = None,
         *,
         indices: Sequence[Sequence[int]] | None = None,
-        tokens: Iterable[str] = ("experts", "local_experts"),
+        tokens: Iterable[str] = TOKENS,
         stacked: Literal["stacked", "single"] = "stacked",
-        single: Literal["single", "stacked"] = "single",
     ) -> None:
         self._num_experts = num_experts
         self._table = None if indices is None else tuple(tuple(row) for row in indices)
         self.tokens = frozenset(tokens)
         self._unstack = stacked == "single"
-        self._stack = single == "stacked"
 
     def claims(self, param: ParamInfo) -> bool:
         return param.is_expert
@@ -115,14 +124,14 @@ class ExpertGrid:
         if found is None:
             return name
         if found.local_expert_index is not None:
-            if self._stack:
-                return found.head.rstrip(".") + found.tail
             return found.head + EXPERT + found.tail
-        if Unstack() not in self.stages(param):
-            return name
+        return self.single_name(name) if Unstack() in self.stages(param) else name
+
+    def single_name(self, name: str) -> str:
+        """Returns the name that one of stacked experts has alone; empty if no token marks it."""
         parts = name.split(".")
-        last = max(i for i, part in enumerate(parts) if part in self.tokens)
-        return ".".join([*parts[: last + 1], EXPERT, *parts[last + 1 :]])
+        marks = [i for i, part in enumerate(parts) if part in self.tokens]
+        return ".".join([*parts[: marks[-1] + 1], EXPERT, *parts[marks[-1] + 1 :]]) if marks else ""
 
     def stages(self, param: ParamInfo) -> tuple[Stage, ...]:
         found = expert_name(param.fqn, self.tokens)
@@ -141,19 +150,14 @@ class ExpertGrid:
                 "Name experts locally, from 0 on every rank, or pass the layer's number of "
                 "experts to ExpertGrid(num_experts=...).",
             )
-        index = ExpertIndex(local, count, "ep", self._table)
-        if self._stack:
-            return (index, Stack(count * param.grid.size("ep")))
-        return (index,)
+        return (ExpertIndex(local, count, "ep", self._table),)
 
     def _stacked(self, param: ParamInfo) -> tuple[Stage, ...]:
         """Places stacked experts `[local experts, …]`, or what all experts share."""
         shape = param.local_shape
         known = self._local_count(param, None)
         mesh = getattr(param.param, "device_mesh", None)
-        placed = mesh is not None and "ep" in {
-            param.grid.resolve(axis) for axis in (mesh.mesh_dim_names or ())
-        }
+        placed = mesh is not None and "ep" in (mesh.mesh_dim_names or ())
         if len(shape) < 3 and known != (shape[0] if shape else None):
             if known is None and not placed and param.grid.size("ep") > 1:
                 raise param.fail(
@@ -175,7 +179,7 @@ class ExpertGrid:
                 "Stacked experts lie on disk in the order of the ranks; give one block after "
                 "another.",
             )
-        if self._unstack:
+        if self._unstack and self.single_name(param.fqn):
             stages.append(Unstack())
         return tuple(stages)
 
@@ -249,3 +253,8 @@ def global_expert_index(grid: Grid, local_expert_index: int, num_experts: int) -
     info = ParamInfo("experts", (), grid, is_expert=True)
     count = ExpertGrid(num_experts)._local_count(info, None) or 0
     return ExpertIndex(local_expert_index, count).expert_index(grid)
+
+
+def expert_tokens(providers: Iterable[object]) -> frozenset[str]:
+    """Returns the name tokens that mark experts for a set of providers."""
+    return next((p.tokens for p in providers if isinstance(p, ExpertGrid)), TOKENS)

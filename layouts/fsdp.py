@@ -209,8 +209,9 @@ def dtensor_cuts(param: ParamInfo) -> Cuts:
     """
     mesh, placements = param.param.device_mesh, param.param.placements
     marks = tuple(None if p.is_replicate() else _mark(p) for p in placements)
+    axes = _grid_axes(mesh, param.grid)
     try:
-        return _cuts_of(param.local_shape, mesh_axes(mesh), tuple(mesh.shape), marks, param.grid)
+        return _cuts_of(param.local_shape, mesh_axes(mesh), axes, marks, param.grid)
     except _NoCuts as error:
         raise param.fail(*error.args) from None
 
@@ -227,24 +228,46 @@ def _mark(placement: Any) -> tuple[int, int] | str:
     return int(dim), int(getattr(placement, "split_factor", 1))
 
 
+def _grid_axes(mesh: Any, grid: Grid) -> tuple[str | None, ...]:
+    """Returns the grid's axis of each axis of a mesh: by its name, else by the ranks along it."""
+    found = []
+    for dim, (name, size) in enumerate(zip(mesh_axes(mesh), mesh.shape, strict=True)):
+        axis = grid.resolve(name)
+        known = axis is not None and grid.size(axis) == size
+        found.append(axis if known else _axis_by_ranks(mesh, dim, grid))
+    return tuple(found)
+
+
+def _axis_by_ranks(mesh: Any, dim: int, grid: Grid) -> str | None:
+    """Returns the grid's axis that has the ranks of a mesh's, if ranks are numbered as the grid is."""
+    place = mesh.get_coordinate()
+    if place is None or int(mesh.mesh[tuple(place)]) != grid.linear(grid.axes):
+        return None
+    along = (*place[:dim], slice(None), *place[dim + 1 :])
+    ranks = mesh.mesh[along].tolist()
+    for axis in grid.axes:
+        if ranks == [g.linear(grid.axes) for g in grid.walk((axis,))]:
+            return axis
+    return None
+
+
 @lru_cache(maxsize=4096)
 def _cuts_of(
     shape: Shape,
     names: tuple[str, ...],
-    sizes: Shape,
+    axes: tuple[str | None, ...],
     marks: tuple[tuple[int, int] | str | None, ...],
     grid: Grid,
 ) -> Cuts:
     """Returns the cuts of placements; a model has few kinds of them and many parameters."""
     cuts: list[Cut] = []
-    for name, size, mark in zip(names, sizes, marks, strict=True):
+    for name, axis, mark in zip(names, axes, marks, strict=True):
         if mark is None:
             continue
-        axis = grid.resolve(name)
-        if axis is None or grid.size(axis) != size:
+        if axis is None:
             known = ", ".join(f"{a} {n}" for a, n in zip(grid.axes, grid.sizes, strict=True))
             raise _NoCuts(
-                f"its mesh axis {name!r} of size {size} is not one of the grid's axes ({known})",
+                f"its mesh axis {name!r} is not one of the grid's axes ({known})",
                 "Pass the grid that the mesh was made from (grid=Grids.from_mesh(mesh)), or name "
                 "the mesh's axes as the grid's.",
             )

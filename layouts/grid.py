@@ -39,6 +39,11 @@ _ALIASES = {
 }
 
 
+# Ranks that differ along these axes only hold the same values of what is not cut along them.
+DATA_PARALLEL = frozenset((*_ALIASES, *itertools.chain(*_ALIASES.values()), "cp")) - {"tp", "etp"}
+KNOWN_AXES = DATA_PARALLEL | {"pp", "tp", "ep", "etp"}
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Mesh axes with sizes, slowest first, and one rank's coordinate on each.

@@ -36,6 +36,8 @@ class Layout:
         name: Its name on disk, where `{expert}` stands for the global expert index.
         stages: The chain, a storage stage first.
         family: The grid it is evaluated on, `'dense'` or `'expert'`.
+        single: Of stacked experts: the name on disk that one of them has alone, with `{expert}`;
+            empty if the provider knows none.
 
     >>> from shardplan.layouts import Concat, FlatBuffer, Grid, Shard
     >>> layout = Layout(
@@ -55,6 +57,7 @@ class Layout:
     name: str
     stages: tuple[Stage, ...]
     family: str = "dense"
+    single: str = ""
 
     def __post_init__(self) -> None:
         if not self.stages or not hasattr(self.stages[0], "holders"):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .errors import LayoutError
-from .experts import ExpertGrid, ExpertName, expert_name
+from .experts import ExpertName, cut_by_experts, expert_name, expert_tokens
 from .grid import Grids
 from .layout import Layout
 from .megatron_fsdp import rank_shape
@@ -93,10 +93,7 @@ def model_layouts(model: Any, grids: Grids, registry: LayoutRegistry) -> ModelLa
     Raises:
         LayoutError: If a provider can't place a parameter, or two parameters get one name.
     """
-    tokens = next(
-        (p.tokens for p in registry.providers if isinstance(p, ExpertGrid)),
-        ExpertGrid().tokens,
-    )
+    tokens = expert_tokens(registry.providers)
     found: dict[str, tuple[Shape, Any, Owners, ExpertName | None]] = {}
     numbered: dict[int, str] = {}
     if isinstance(model, Mapping):
@@ -122,11 +119,12 @@ def model_layouts(model: Any, grids: Grids, registry: LayoutRegistry) -> ModelLa
     layouts = ModelLayouts()
     layouts.parameters = tuple(numbered.values())
     for fqn, (shape, tensor, owners, place) in found.items():
+        is_expert = place is not None or cut_by_experts(tensor)
         info = ParamInfo(
             fqn,
             shape,
-            grids.dense if place is None else grids.expert,
-            place is not None,
+            grids.expert if is_expert else grids.dense,
+            is_expert,
             None if place is None else experts.get((place.head, place.tail)),
             tensor,
             owners,

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 from .errors import LayoutError
+from .experts import ExpertGrid
 from .join import Join
-from .layout import Layout
+from .layout import EXPERT, Layout
 from .provider import LayoutProvider, Level, ParamInfo
 from .stages import Fuse, Stage
 from .storage import Whole
@@ -50,6 +51,7 @@ class LayoutRegistry:
                     "another name."
                 )
             seen[provider.name] = provider
+        self._experts = next((p for p in self._providers if isinstance(p, ExpertGrid)), None)
         self._by_level = [
             (level, [(p.claims, p) for p in self._providers if p.level == level]) for level in Level
         ]
@@ -96,8 +98,12 @@ class LayoutRegistry:
                 stages.append(Whole(param.local_shape))
             elif level is Level.PARALLEL:
                 stages += joined  # parts are joined again when each of them is global
-        chain = tuple(stages)
-        return Layout(param.fqn, name, self._chains.setdefault(chain, chain), param.family)
+        single = ""
+        if param.is_expert and EXPERT not in name and self._experts is not None:
+            # Asked last: the pipeline's provider renames what stands before the experts' token.
+            single = self._experts.single_name(name)
+        chain = self._chains.setdefault(tuple(stages), tuple(stages))
+        return Layout(param.fqn, name, chain, param.family, single)
 
 
 def installed_layouts() -> tuple[LayoutProvider, ...]:

@@ -44,8 +44,11 @@ def _older_name(layout: Layout) -> Layout | None:
     tokens, found = layout.name.split("."), layout.fqn.split(".").index(MTP_LAYER)
     if found >= len(tokens):
         return None
+    single = layout.single.split(".")
+    if single[: found + 1] == tokens[: found + 1]:
+        single[found] = MTP_LAYER
     tokens[found] = MTP_LAYER
-    return dataclasses.replace(layout, name=".".join(tokens))
+    return dataclasses.replace(layout, name=".".join(tokens), single=".".join(single))
 
 
 def _absorbed_norm(layout: Layout) -> Layout | None:
@@ -78,7 +81,12 @@ def _joined(layout: Layout) -> Layout | None:
     if any(isinstance(stage, Fuse | Join) for stage in stages):
         kept = tuple(stage for stage in stages if not isinstance(stage, Fuse | Join))
         whole = next((s.whole for s in kept if isinstance(s, Concat) and s.whole), "")
-        return dataclasses.replace(layout, name=layout.name.removesuffix(whole), stages=kept)
+        return dataclasses.replace(
+            layout,
+            name=layout.name.removesuffix(whole),
+            stages=kept,
+            single=layout.single.removesuffix(whole),
+        )
     for at, stage in enumerate(stages):
         if isinstance(stage, Concat | Interleave):
             last = at + 1
@@ -87,7 +95,10 @@ def _joined(layout: Layout) -> Layout | None:
                 last += 1
             joined: tuple[Stage, ...] = (*stages[:last], Fuse(stage.dim), *stages[last:])
             whole = (stage.whole or "") if isinstance(stage, Concat) else ""
-            return dataclasses.replace(layout, name=layout.name + whole, stages=joined)
+            single = layout.single and layout.single + whole
+            return dataclasses.replace(
+                layout, name=layout.name + whole, stages=joined, single=single
+            )
     return None
 
 
@@ -102,10 +113,6 @@ def _stacked(layout: Layout, grid: Grid) -> Layout | None:
     if isinstance(last, Unstack):
         parts = layout.name.split("." + EXPERT)
         return Layout(layout.fqn, "".join(parts), stages[:-1], layout.family)
-    if isinstance(last, Shard) and last.axis == "ep" and layout.family == "expert":
-        tokens = layout.name.split(".")
-        marks = [i for i, token in enumerate(tokens) if token in ("experts", "local_experts")]
-        if marks:
-            name = ".".join([*tokens[: marks[-1] + 1], EXPERT, *tokens[marks[-1] + 1 :]])
-            return Layout(layout.fqn, name, (*stages, Unstack()), layout.family)
+    if isinstance(last, Shard) and last.axis == "ep" and layout.single:
+        return Layout(layout.fqn, layout.single, (*stages, Unstack()), layout.family)
     return None

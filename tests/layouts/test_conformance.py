@@ -201,10 +201,6 @@ class TestExpertGrid(LayoutProviderConformance):
         ]
 
 
-class TestExpertGridStacked(TestExpertGrid):
-    provider = ExpertGrid(single="stacked")
-
-
 class TestExpertGridUnstacked(TestExpertGrid):
     provider = ExpertGrid(stacked="single")
 

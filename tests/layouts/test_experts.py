@@ -23,6 +23,7 @@ from shardplan.layouts import (
     tiling_faults,
 )
 from shardplan.layouts.experts import ExpertName, global_expert_index
+from shardplan.layouts.variants import variants
 
 
 def info(
@@ -184,24 +185,20 @@ def test_dense_parameters_are_not_claimed():
     assert Level.EXPERT is ExpertGrid().level
 
 
-def test_single_experts_may_be_one_tensor_on_disk():
+def test_single_experts_that_were_saved_as_one_tensor():
     """2 local experts of 2 ranks fill (4, 2, 2) under one name, together."""
     names = ["mlp.experts.linear_fc1.weight0", "mlp.experts.linear_fc1.weight1"]
     boxes = []
     for rank in range(2):
         grids = Grids.from_sizes(rank, dp_shard=2, ep=2)
-        registry = LayoutRegistry([ExpertGrid(single="stacked")])
+        registry = LayoutRegistry([ExpertGrid()])
         for layout in model_layouts(dict.fromkeys(names, (2, 2)), grids, registry).values():
-            (slab,) = layout.slabs(grids.expert)
+            _, stacked = variants(layout, grids.expert)
+            (slab,) = stacked.slabs(grids.expert)
             assert ("mlp.experts.linear_fc1.weight", (4, 2, 2)) == (slab.key, slab.global_shape)
             boxes.append((slab.offsets, slab.sizes))
     assert [] == tiling_faults((4, 2, 2), boxes)
     assert [(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)] == [offsets for offsets, _ in boxes]
-
-
-def test_sequential_experts_stacked_lose_the_index_and_nothing_else():
-    found = keys(ExpertGrid(single="stacked"), ["a.experts.local_experts.0.fc1.weight"], ep=1)
-    assert ["a.experts.local_experts.fc1.weight"] == list(found.values())
 
 
 def test_stacked_experts_may_be_one_tensor_each_on_disk():
