@@ -30,13 +30,13 @@ from shardplan.layouts.grid import mesh_axes
 from shardplan.layouts.model import ModelLayouts
 from shardplan.layouts.storage import FlatBuffer, FlatRanges, Whole
 
-from ..compat import local_tensor
+from ..compat import local_tensor, root_mesh
 from ..state.described import describes_itself
 from ..state.entries import Found, Path, Place, key_of
 from ..state.per_rank import PerRank
 from ..state.storable import check_storable
 from .manifest import OBJECT, SHARD, VALUE, Kind
-from .meshes import MeshGroups
+from .meshes import MeshGroups, are_replicas, is_placed
 from .table import Chunk, LayoutTable
 
 
@@ -61,10 +61,12 @@ class Holdings:
     """All values of a state dict.
 
     Attributes:
-        chunks: The table's chunks, and one more for tensors that describe themselves.
+        chunks: The table's chunks, and one for each grid of DTensors that are no parameters.
         held: Values that belong to a parameter.
         extras: Positions and paths of the others.
         described: Positions and paths of tensors that describe themselves.
+        alike: Whether the meshes of such DTensors say that all ranks which hold a box of it hold
+            the same; by position.
         per_rank: Positions and paths of `PerRank` values.
     """
 
@@ -72,6 +74,7 @@ class Holdings:
     held: list[Holding] = field(default_factory=list)
     extras: list[tuple[int, Path]] = field(default_factory=list)
     described: list[tuple[int, Path]] = field(default_factory=list)
+    alike: dict[int, bool] = field(default_factory=dict)
     per_rank: list[tuple[int, Path]] = field(default_factory=list)
 
 
@@ -132,8 +135,35 @@ def sort_values(table: LayoutTable, values: Sequence[tuple[Path, Any]]) -> Holdi
     if moved:
         _place_moved(holdings, moved)
     if lone:
-        _place_lone(table, holdings, lone)
+        known = (
+            [table.grids.dense, table.grids.expert] if any(c.layouts for c in table.chunks) else []
+        )
+        _place_lone(table.tokens, holdings, _apart(table, holdings, lone, known), known)
     return holdings
+
+
+def _apart(
+    table: LayoutTable,
+    holdings: Holdings,
+    lone: list[tuple[int, Path, DTensor]],
+    known: Sequence[Grid],
+) -> list[tuple[int, Path, DTensor]]:
+    """Lets DTensors describe themselves that some ranks may not hold, and returns the others."""
+    world = table.grids.world_size
+    meshes = {tensor.device_mesh: path for _, path, tensor in lone}
+    placed = {mesh for mesh in meshes if is_placed(mesh, known, world)}
+    alike = {mesh: are_replicas(mesh, world) for mesh in meshes.keys() - placed}
+    kept = []
+    for number, path, tensor in lone:
+        if tensor.device_mesh in placed:
+            kept.append((number, path, tensor))
+        else:
+            mesh = tensor.device_mesh
+            facts = table.grids.facts()
+            _check_expert(key_of(path), mesh_axes(mesh), root_mesh(mesh), facts, table.tokens)
+            holdings.described.append((number, path))
+            holdings.alike[number] = alike[tensor.device_mesh]
+    return kept
 
 
 def _place_moved(holdings: Holdings, moved: list[Holding]) -> None:
@@ -283,7 +313,10 @@ class _Checks:
 
 
 def _place_lone(
-    table: LayoutTable, holdings: Holdings, lone: list[tuple[int, Path, DTensor]]
+    tokens: frozenset[str],
+    holdings: Holdings,
+    lone: list[tuple[int, Path, DTensor]],
+    known: Sequence[Grid],
 ) -> None:
     """Gives DTensors that are no parameters chunks of their own; their meshes describe them.
 
@@ -291,16 +324,12 @@ def _place_lone(
     on different ones.
     """
     lone.sort(key=lambda entry: key_of(entry[1]))  # ranks may list their keys in any order
-    known = []
-    if any(chunk.layouts for chunk in table.chunks):
-        known = list(dict.fromkeys((table.grids.dense, table.grids.expert)))
-    meshes = MeshGroups(known)
+    meshes = MeshGroups(dict.fromkeys(known))
     groups: dict[int, list[tuple[int, Path, DTensor]]] = {}
     for number, path, tensor in lone:
         group = meshes.add(key_of(path), tensor.device_mesh)
         groups.setdefault(group, []).append((number, path, tensor))
     grids = meshes.grids()
-    world = max([grid.world_size for grid in grids])
     registry = LayoutRegistry([DTensorStorage()])
     for group, members in sorted(groups.items()):
         grid = grids[group]
@@ -309,13 +338,8 @@ def _place_lone(
         checks = _Checks(chunk)
         for number, path, tensor in members:
             key = key_of(path)
-            if grid.world_size != world:
-                raise LayoutError(
-                    f"{key}: its mesh {tensor.device_mesh} spans {grid.world_size} ranks and other "
-                    f"tensors' meshes {world} ({grid.facts()}). Cut all of them from one mesh."
-                )
             layout = registry.layout(ParamInfo(key, tuple(tensor.shape), grid, False, None, tensor))
-            _check_expert(key, layout, grid)
+            _check_expert(key, layout.axes, root_mesh(tensor.device_mesh), grid.facts(), tokens)
             layouts[key] = Layout(key, str(path[-1]), layout.stages)
             place = Place(path[:-1], "", "", ())
             checks.fit(Found(0, key, place), "", tensor)
@@ -337,11 +361,14 @@ def _check_mesh_of_expert(fqn: str, layout: Layout, tensor: DTensor, grid: Grid)
             )
 
 
-def _check_expert(key: str, layout: Layout, grid: Grid) -> None:
+def _check_expert(
+    key: str, axes: Sequence[str], mesh: Any, facts: str, tokens: frozenset[str]
+) -> None:
     """Refuses an expert whose mesh forgets that each expert-parallel rank has its own experts."""
-    if grid.size("ep") > 1 and "ep" not in layout.axes and expert_name(key) is not None:
+    sizes = dict(zip(mesh_axes(mesh), mesh.shape, strict=True))
+    if sizes.get("ep", 1) > 1 and "ep" not in axes and expert_name(key, tokens) is not None:
         raise LayoutError(
-            f"{key}: an expert's mesh has the axes {layout.axes}, without the expert axis ep of "
-            f"size {grid.size('ep')} ({grid.facts()}), so each of its ranks' experts would count as "
+            f"{key}: an expert's mesh has the axes {axes}, without the expert axis ep of "
+            f"size {sizes['ep']} ({facts}), so each of its ranks' experts would count as "
             "a replica of the same one. Shard it on a mesh with ep, or pass the model and ExpertGrid."
         )

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.layouts import CheckpointError, Concat, Grid, Interleave, Layout
+from shardplan.layouts import CheckpointError, Concat, Grid, Interleave, Layout, LayoutError
 from shardplan.layouts.model import clean_name
 from shardplan.layouts.variants import variants
 
@@ -173,6 +173,7 @@ def _members(
     for group, listed in names.items():
         known.update(zip(found.get(group, []), listed, strict=False))
     if not any(chunk.layouts for chunk in table.chunks):
+        _refuse_numbers(section, table)
         return None
     groups = {
         group: [
@@ -182,6 +183,17 @@ def _members(
         for group, listed in found.items()
     }
     return _Members(known, groups)
+
+
+def _refuse_numbers(section: Path, table: LayoutTable) -> None:
+    """Refuses numbers of parameters if ranks that do not belong together may number others so."""
+    for chunk in table.chunks:
+        if chunk.unplaced:
+            raise LayoutError(
+                f"{key_of(section)}: its parameters are numbered, and every rank may number others "
+                f"so. {chunk.unplaced} Or save get_optimizer_state_dict(model, optimizer) of "
+                "torch.distributed.checkpoint.state_dict."
+            )
 
 
 def _name(path: Path, number: Any, ids: Mapping[int, str]) -> str:

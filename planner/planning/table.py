@@ -7,6 +7,7 @@
 | `build_table` | reads the model, the process groups or the integers, and the providers |
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from shardplan.layouts import (
     installed_layouts,
     model_layouts,
 )
+from shardplan.layouts.experts import TOKENS, expert_tokens
 from shardplan.layouts.layout import digest
 from shardplan.layouts.megatron_fsdp import carried_dist_index, dist_index_grids
 from shardplan.layouts.serial import stage_to_json
@@ -36,7 +38,9 @@ from ..compat import is_flattened
 from ..state.described import described_parameters
 from ..state.entries import Names
 from ..without_gc import without_gc
-from .meshes import grids_from_tensors
+from .meshes import UnplacedError, grids_from_tensors
+
+_LOG = logging.getLogger("shardplan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Chunk:
         layouts: Layout of each parameter and buffer, by clean name.
         state_layouts: Layout of each parameter's optimizer state, where it differs.
         described: Names of parameters that describe themselves.
+        unplaced: Why the module's parameters have no layouts: what its meshes do not say.
     """
 
     section: str | None
@@ -56,6 +61,7 @@ class Chunk:
     layouts: ModelLayouts
     state_layouts: dict[str, Layout]
     described: frozenset[str] = frozenset()
+    unplaced: str = ""
 
     def layout(self, fqn: str, slot: str) -> Layout:
         """Returns the layout of a parameter's value; a slot may have one of its own."""
@@ -70,13 +76,15 @@ class LayoutTable:
     Attributes:
         chunks: The chunks.
         names: Finds their parameters in a state dict.
+        tokens: Name tokens that mark experts.
         digest: Equal on all ranks of a pipeline stage.
         names_differ: Whether ranks know different parameters: those of other pipeline stages, or
             other experts by index.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], tokens: frozenset[str] = TOKENS) -> None:
         self.chunks = tuple(chunks)
+        self.tokens = tokens
         self.names = Names((chunk.section, chunk.layouts) for chunk in self.chunks)
         self.digest = _digest(self.chunks)
         self.names_differ = len(self.chunks) > 1 or any(map(_names_differ, self.chunks))
@@ -153,7 +161,7 @@ def build_table(
         providers = (
             tuple(layouts) if layouts is not None else (*DEFAULT_LAYOUTS, *installed_layouts())
         )
-        registry = LayoutRegistry(providers)
+        registry, tokens = LayoutRegistry(providers), expert_tokens(providers)
         state_providers = tuple(optimizer_layouts)
         state_registry = (
             LayoutRegistry(
@@ -169,7 +177,15 @@ def build_table(
             _check_gathered(module)
             carried = carried_pg_collection(module)
             collection = carried if section is not None and carried is not None else pg_collection
-            grids = grid or _grids(module, collection or carried, ep_rank, ep_size)
+            unplaced = ""
+            try:
+                grids = grid or _grids(module, collection or carried, tokens, ep_rank, ep_size)
+            except UnplacedError as error:
+                # Its tensors describe themselves, as they do where no model is given.
+                grids, module, unplaced = replicas(), None, str(error)
+                _LOG.warning(
+                    "%s Until then ranks send each other the places of their shards.", error
+                )
             own = ModelLayouts() if module is None else model_layouts(module, grids, registry)
             state: dict[str, Layout] = {}
             if state_registry is not None:
@@ -184,7 +200,12 @@ def build_table(
                 state = {fqn: made[fqn] for fqn in claimed}
             chunks.append(
                 Chunk(
-                    section, grids, own, dict(sorted(state.items())), described_parameters(module)
+                    section,
+                    grids,
+                    own,
+                    dict(sorted(state.items())),
+                    described_parameters(module),
+                    unplaced,
                 )
             )
     world = {chunk.grids.world_size for chunk in chunks}
@@ -193,7 +214,7 @@ def build_table(
             f"the model's modules span {sorted(world)} ranks. All must span the ranks that save; "
             "give a pg_collection or grid= for each."
         )
-    return LayoutTable(chunks)
+    return LayoutTable(chunks, tokens)
 
 
 def _check_gathered(module: Any) -> None:
@@ -232,7 +253,13 @@ def _is_description(model: Mapping[Any, Any]) -> bool:
     )
 
 
-def _grids(module: Any, collection: Any, ep_rank: int | None, ep_size: int | None) -> Grids:
+def _grids(
+    module: Any,
+    collection: Any,
+    tokens: frozenset[str],
+    ep_rank: int | None,
+    ep_size: int | None,
+) -> Grids:
     """Finds the grids of a module: of its groups, its wrapper's or DTensors' mesh, or replicas."""
     if collection is not None:
         return Grids.from_pg_collection(collection, ep_rank=ep_rank, ep_size=ep_size)
@@ -241,7 +268,7 @@ def _grids(module: Any, collection: Any, ep_rank: int | None, ep_size: int | Non
         if index is not None:
             world = dist.get_world_size()
             return dist_index_grids(index, world_size=world, ep_rank=ep_rank, ep_size=ep_size)
-        grids = grids_from_tensors(module.named_parameters())
+        grids = grids_from_tensors(module.named_parameters(), tokens)
         if grids is not None:
             return grids
     return replicas()

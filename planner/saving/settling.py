@@ -27,7 +27,7 @@ from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Shape
 
 from ..planning.manifest import Extra, StageManifest, Stored
-from ..state.described import Description
+from ..state.described import Description, Part
 from ..state.entries import Path, key_of
 from .messages import PER_RANK, PlanMessage, Tie, global_rank, unpack
 
@@ -214,6 +214,7 @@ def _boxes(settled: Settled, messages: Sequence[PlanMessage]) -> None:
     tensors: dict[str, tuple[Path, Description, int]] = {}
     holders: dict[str, dict[tuple[Shape, Shape], list[int]]] = {}
     nowhere: dict[str, int] = {}
+    marks: dict[tuple[str, Part], tuple[str, int]] = {}
     for rank, message in enumerate(messages):
         for path, said in message.told.described:
             key = key_of(path)
@@ -229,6 +230,9 @@ def _boxes(settled: Settled, messages: Sequence[PlanMessage]) -> None:
                 )
             for part in said.parts:
                 holders.setdefault(key, {}).setdefault(part, []).append(rank)
+                mark, other = marks.setdefault((key, part), (said.mark, rank))
+                if mark != said.mark:
+                    raise _unrelated(messages, key, part, other, rank)
     loads = [0] * len(messages)
     for key in nowhere.keys() - tensors.keys():
         raise CheckpointError(
@@ -256,8 +260,20 @@ def _boxes(settled: Settled, messages: Sequence[PlanMessage]) -> None:
     if faults:
         raise IncompleteCheckpointError(
             f"{summary(faults)}. What the ranks say of their own tensors does not fit together; "
-            "nothing was written."
+            "nothing was written. Save from all ranks that hold a part of it."
         )
+
+
+def _unrelated(
+    messages: Sequence[PlanMessage], key: str, part: Part, a: int, b: int
+) -> RanksDisagreeError:
+    a, b = global_rank(messages, a), global_rank(messages, b)
+    return RanksDisagreeError(
+        f"{key}: ranks {a} and {b} hold different values of the box at {part[0]} of sizes {part[1]}, "
+        "on meshes of which no name says how their ranks belong together. If the ranks are "
+        "pipeline stages or expert-parallel, pass every planner the model and "
+        "grid=Grids.from_sizes(rank, pp=…, ep=…, …), or name what each of them has differently."
+    )
 
 
 def _clash(parts: Mapping[tuple[Shape, Shape], Sequence[int]]) -> str:

@@ -9,7 +9,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from ..planning.tied import same_memory, shared_memory
 from ..state.described import Description, describe
 from ..state.entries import Path, key_of
 from ..state.per_rank import Seat
-from ..state.values import value_digest
+from ..state.values import bytes_digest, value_digest
 from .messages import PER_RANK, Tie, Told, pack, pack_words
 from .subgroup import restrict
 
@@ -85,6 +85,7 @@ class WritePlan:
         per_rank: Position, path on disk and, for the first rank of the stage, the paths of all
             ranks' values of each `PerRank`.
         described: Position, path and description of each tensor that describes itself.
+        compared: Positions of those whose values other ranks that hold the same box must have.
         tied: Position of each tensor that may be the same memory as an earlier one, with that
             one's; only the memory at the time of a save tells.
         ties: What is told of those that are, by the position of the later one.
@@ -100,6 +101,7 @@ class WritePlan:
     extras: list[tuple[int, Path]] = field(default_factory=list)
     per_rank: list[tuple[int, Path, list[Path]]] = field(default_factory=list)
     described: list[tuple[int, Path, Description]] = field(default_factory=list)
+    compared: set[int] = field(default_factory=set)
     tied: dict[int, int] = field(default_factory=dict)
     ties: dict[int, Tie | tuple[str, str]] = field(default_factory=dict)
 
@@ -144,7 +146,12 @@ class WritePlan:
                 for kind, numbers in self.singles.items()
             ),
             tuple(per_rank),
-            tuple((path, said) for _, path, said in self.described),
+            tuple(
+                (path, replace(said, mark=bytes_digest(values[number])))
+                if number in self.compared
+                else (path, said)
+                for number, path, said in self.described
+            ),
             tuple(tie for tie in tied if isinstance(tie, Tie)),
             tuple(tie for tie in tied if not isinstance(tie, Tie)),
         )
@@ -349,7 +356,8 @@ def write_plan(
             plan.items.append(_extra_item(key_of(seat.path(path)), None))
             plan.sources.append(Source(number, None))
     for number, path in holdings.described:
-        _add_described(plan, number, path, values[number][1])
+        alike = holdings.alike.get(number, True)
+        _add_described(plan, number, path, values[number][1], alike)
     _find_ties(plan, holdings, values)
     return plan
 
@@ -376,10 +384,14 @@ def _lacks_state(path: Path, value: Any) -> bool:
     return path[-1] == "state" and isinstance(value, Mapping) and not value
 
 
-def _add_described(plan: WritePlan, number: int, path: Path, tensor: torch.Tensor) -> None:
+def _add_described(
+    plan: WritePlan, number: int, path: Path, tensor: torch.Tensor, alike: bool
+) -> None:
     """Adds the items of a tensor that describes itself."""
     key = key_of(path)
     said = describe(key, tensor)
+    if not alike and said.parts:
+        plan.compared.add(number)
     plan.described.append((number, path, said))
     properties = TensorProperties(dtype=said.dtype)
     for offsets, sizes in said.parts:

@@ -5,6 +5,7 @@
 | attributes `global_shape`, `global_offsets`, `local_offsets`, `local_sizes` | torch ≥ 2.14's `CheckpointableTensor` |
 | hooks `__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__` | DCP's protocol for tensor subclasses, or set on one tensor |
 | `ShardedTensor` | FSDP1, and torch's older sharding |
+| mesh and placements of a DTensor | where it lies on some of the ranks, and no layout knows the others |
 
 | name | does |
 |---|---|
@@ -28,8 +29,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from shardplan.layouts import LayoutError, clean_name
-from shardplan.layouts.slab import Shape
+from shardplan.layouts import Grid, LayoutError, ParamInfo, clean_name
+from shardplan.layouts.fsdp import dtensor_cuts
+from shardplan.layouts.grid import mesh_axes
+from shardplan.layouts.layout import evaluate
+from shardplan.layouts.slab import Box, Shape, contiguous_strides
 
 from ..compat import ShardedTensor, local_tensor
 
@@ -48,11 +52,14 @@ class Description:
         shape: Shape of the global tensor; None if the tensor has no box and does not say.
         dtype: Its data type.
         parts: `(offsets, sizes)` of each box that this rank holds, empty ones left out.
+        mark: What ranks must have alike that hold one box: a digest of the values where nothing
+            else says that they are replicas.
     """
 
     shape: Shape | None
     dtype: torch.dtype
     parts: tuple[Part, ...]
+    mark: str = ""
 
 
 def describes_itself(tensor: torch.Tensor) -> bool:
@@ -95,6 +102,8 @@ def describe(key: str, tensor: torch.Tensor) -> Description:
             place, or it does not hold what it says.
     """
     local = local_tensor(tensor)
+    if isinstance(tensor, DTensor) and not describes_itself(tensor):
+        return _placed(key, tensor)
     if isinstance(local, ShardedTensor):
         metadata = local.metadata()
         found = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in local.local_shards()]
@@ -112,6 +121,40 @@ def describe(key: str, tensor: torch.Tensor) -> Description:
         said = _asked(key, tensor)
     _check(key, tensor, said)
     return said
+
+
+def _boxes(key: str, tensor: DTensor) -> tuple[Box, ...]:
+    """Returns the boxes that a DTensor's own mesh and placements leave to this rank."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    grid = Grid(mesh_axes(mesh), tuple(mesh.shape), tuple(coordinate))
+    cuts = dtensor_cuts(ParamInfo(key, tuple(tensor.shape), grid, False, None, tensor))
+    held = tuple(sum(stop - start for start, stop in dim) for dim in cuts.held(grid))
+    local = local_tensor(tensor)
+    if tuple(local.shape) != held and (local.numel() or math.prod(held)):
+        raise LayoutError(
+            f"{key}: the DTensor's local part has shape {tuple(local.shape)}, but its placements "
+            f"{tensor.placements} leave {held} of {tuple(tensor.shape)} to this rank "
+            f"({grid.facts()}). Build it with the shape that its placements give."
+        )
+    (frame,) = evaluate((cuts,), grid, key)
+    return frame.boxes
+
+
+def _within(shape: Shape, box: Box) -> tuple[slice, ...]:
+    """Returns where a box lies in a local tensor of a shape."""
+    places, rest = [], box.start
+    for step, size in zip(contiguous_strides(shape), box.sizes, strict=True):
+        first, rest = divmod(rest, step)
+        places.append(slice(first, first + size))
+    return tuple(places)
+
+
+def _placed(key: str, tensor: DTensor) -> Description:
+    boxes = _boxes(key, tensor)
+    return _description(tensor.shape, tensor.dtype, [(box.offsets, box.sizes) for box in boxes])
 
 
 def _has_attributes(local: torch.Tensor) -> bool:
@@ -190,7 +233,11 @@ def part_of(key: str, tensor: torch.Tensor, offsets: Shape) -> torch.Tensor:
         LayoutError: If the tensor has no such box.
     """
     local = local_tensor(tensor)
-    if isinstance(local, ShardedTensor):
+    if isinstance(tensor, DTensor) and not describes_itself(tensor):
+        for box in _boxes(key, tensor):
+            if box.offsets == offsets:
+                return local[_within(tuple(local.shape), box)]
+    elif isinstance(local, ShardedTensor):
         for shard in local.local_shards():
             if tuple(shard.metadata.shard_offsets) == offsets:
                 return shard.tensor

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from shardplan.layouts import CheckpointError
 
@@ -86,6 +87,12 @@ def value_digest(value: Any, key: str = "a value") -> str:
     except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
         raise _unstorable(key, value, error) from error
     return hashed.hexdigest()
+
+
+def bytes_digest(tensor: torch.Tensor) -> str:
+    """Returns 16 hexadecimal digits over the bytes of a tensor's local part, of any size."""
+    local = local_tensor(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return xxhash.xxh3_64_hexdigest(local.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _unstorable(key: str, value: Any, error: Exception) -> CheckpointError:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardplan.layouts import Cut, DTensorStorage, FSDPFlatBuffer, Grids
+from shardplan.layouts import Cut, DTensorStorage, FSDPFlatBuffer, Grids, IncompleteCheckpointError
 from shardplan.planner import (
     LayoutAwareLoadPlanner,
     LayoutAwareSavePlanner,
@@ -165,11 +165,6 @@ REFUSED = {
         r"^w: cut along the axis tp of 2 ranks, of which process_group has 1, so the shards of "
         r"ranks 1, 3 would be missing",
     ),
-    "shards of other ranks, DTensor": (
-        (1, 3),
-        of_mesh,
-        r"^w: cut along the axis tp of 2 ranks.* ranks 0, 2 would be missing",
-    ),
     "shards of other ranks, flat": (
         (0, 2),
         of_flat_buffer,
@@ -208,6 +203,13 @@ def test_groups_that_do_not_hold_everything_are_refused(tmp_path, case):
     ranks, make, text = REFUSED[case]
     with pytest.raises(LayoutError, match=text):
         save(tmp_path / "c", make, ranks, WRITERS["stock"][0])
+    assert not (tmp_path / "c" / ".metadata").exists()
+
+
+def test_boxes_of_other_ranks_would_be_missing(tmp_path):
+    text = r"^w: \[0, 4\) is covered by no rank of shape .* Save from all ranks that hold a part"
+    with pytest.raises(IncompleteCheckpointError, match=text):
+        save(tmp_path / "c", of_mesh, (1, 3), WRITERS["stock"][0])
     assert not (tmp_path / "c" / ".metadata").exists()
 
 

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardplan.layouts import Grid, LayoutError
+from shardplan.layouts import Cut, Grid, Grids, LayoutError, ParamInfo
+from shardplan.layouts.fsdp import dtensor_cuts
 from shardplan.planner import LayoutAwareSavePlanner
 from shardplan.planner.planning.meshes import grids_from_tensors
 
@@ -50,17 +51,18 @@ def test_axes_by_name_are_those_of_the_root(on_rank):
 
 def test_a_flattened_axis(on_rank):
     def grids():
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("rep", "dp_shard", "cp"))
+        names = ("pp", "dp_replicate", "dp_shard", "cp")
+        mesh = init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=names)
         flat = mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
         return grids_from_tensors([("w", placed(flat, Shard(0)))])
 
-    assert Grid(("replica4", "dp_shard_cp"), (2, 4), (1, 2)) == on_rank(6, 8, grids).dense
+    assert Grid(("pp", "dp_shard_cp"), (2, 4), (1, 2)) == on_rank(6, 8, grids).dense
 
 
 def test_dense_and_expert_axes_of_one_world(on_rank):
     def grids():
         world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
-        dense = world._unflatten(0, (2, 2, 2), ("rep", "fsdp", "tp"))
+        dense = world._unflatten(0, (4, 2), ("fsdp", "tp"))
         sparse = world._unflatten(0, (4, 2), ("efsdp", "ep"))
         return grids_from_tensors(
             [
@@ -71,7 +73,7 @@ def test_dense_and_expert_axes_of_one_world(on_rank):
         )
 
     made = on_rank(5, 8, grids)
-    assert Grid(("replica4", "fsdp", "tp"), (2, 2, 2), (1, 0, 1)) == made.dense
+    assert Grid(("fsdp", "tp"), (4, 2), (2, 1)) == made.dense
     assert Grid(("efsdp", "ep"), (4, 2), (2, 1)) == made.expert
 
 
@@ -111,13 +113,41 @@ def test_an_expert_whose_mesh_forgets_the_expert_axis(on_rank):
         on_rank(0, 4, make)
 
 
-def test_meshes_that_span_other_ranks(on_rank):
-    def make():
-        whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
-        part = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp_shard",))
-        return plan({"w": placed(whole, Shard(0)), "v": placed(part, Shard(0))})
+def test_meshes_that_say_nothing_of_the_other_ranks(on_rank):
+    def world_axis():
+        world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+        return world._unflatten(0, (2, 4), ("pp", "fsdp"))["fsdp"]
 
-    with pytest.raises(
-        LayoutError, match=r"^v: its mesh .* spans 2 ranks and other tensors' meshes 4"
-    ):
-        on_rank(0, 4, make)
+    def own_names():
+        return init_device_mesh("cpu", (2, 4), mesh_dim_names=("x", "y"))["y"]
+
+    def some_ranks():
+        return DeviceMesh("cpu", [0, 1, 2, 3])
+
+    texts = {
+        world_axis: r"^w: the tensors' meshes leave 2 ranks of .*world=8.* apart, .* Pass grid=",
+        own_names: r"^w: the tensors' meshes leave the axis 'x' of .* Pass grid=",
+        some_ranks: r"^w: its mesh was cut from one of 4 ranks, but there are 8, .* Pass grid=",
+    }
+    for make, text in texts.items():
+        with pytest.raises(LayoutError, match=text):
+            on_rank(0, 8, lambda make=make: grids_from_tensors([("w", placed(make(), Shard(0)))]))
+
+
+def test_axes_of_a_mesh_by_the_ranks_along_them(on_rank):
+    """Meshes without names, or with other ones, on a grid that was given."""
+    grid = Grids.from_sizes(5, pp=2, dp_shard=2, tp=2)
+
+    def cuts(ranks, *placements):
+        tensor = placed(DeviceMesh("cpu", ranks), *placements)
+        return dtensor_cuts(ParamInfo("w", (8, 4), grid.dense, False, None, tensor)).cuts
+
+    assert (Cut(0, "tp"),) == on_rank(5, 8, lambda: cuts([4, 5], Shard(0)))
+    assert (Cut(1, "dp_shard"),) == on_rank(5, 8, lambda: cuts([5, 7], Shard(1)))
+    both = [[4, 5], [6, 7]]
+    expected = (Cut(0, "dp_shard"), Cut(1, "tp"))
+    assert expected == on_rank(5, 8, lambda: cuts(both, Shard(0), Shard(1)))
+    text = r"^w: its mesh axis 'axis0' is not one of the grid's axes \(pp 2, dp_replicate 1"
+    for ranks in ([5, 6], [4, 5, 6, 7], [7, 5]):
+        with pytest.raises(LayoutError, match=text):
+            on_rank(5, 8, lambda ranks=ranks: cuts(ranks, Shard(0)))

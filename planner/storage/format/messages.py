@@ -44,7 +44,7 @@ def encode_message(message: PlanMessage, rank: int) -> bytes:
         "values": [[kind_to_json(kind), _text(packed)] for kind, packed in told.values],
         "per_rank": [list(row) for row in told.per_rank],
         "described": [
-            [path_to_json(path), said.shape, dtype_name(said.dtype), said.parts]
+            [path_to_json(path), said.shape, dtype_name(said.dtype), said.parts, said.mark]
             for path, said in told.described
         ],
         "ranks": message.ranks,
@@ -84,9 +84,10 @@ def decode_message(where: str, raw: bytes) -> tuple[PlanMessage, int]:
                         None if shape is None else tuple(shape),
                         dtype_of(dtype),
                         tuple((tuple(o), tuple(n)) for o, n in parts),
+                        str(mark),
                     ),
                 )
-                for path, shape, dtype, parts in data["described"]
+                for path, shape, dtype, parts, mark in data["described"]
             ),
         )
         ranks = data["ranks"]
