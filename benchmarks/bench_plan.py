@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardplan.layouts import BufferDescription, Cut, DTensorStorage, FSDPFlatBuffer, Grids
 from shardplan.planner import LayoutAwareSavePlanner, SafetensorsReader
-from shardplan.planner.save import checkpoint_metadata
+from shardplan.planner.planning.metadata import checkpoint_metadata
 from shardplan.planner.saving.agreement import compare
 from shardplan.planner.saving.messages import PlanMessage
 from shardplan.planner.storage.format.commit import CHECKPOINT

@@ -29,20 +29,18 @@ from shardplan.layouts import (
 )
 
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_aliases
-from .loading.reading import UNPADDED
-from .planning.manifest import Extra, Laid, StageManifest, Stored, stage_metadata, value_names
+from .planning.manifest import StageManifest, value_names
+from .planning.metadata import checkpoint_metadata
 from .planning.optimizer import Named, by_name, group_members, lists_members, optimizer_names
-from .planning.ownership import Ownership
 from .planning.table import LayoutTable, build_table
 from .planning.tied import with_aliases
 from .saving.agreement import compare, first_difference
 from .saving.messages import PlanMessage, PlanReply, WriterMeta
-from .saving.settling import Entry
 from .saving.subgroup import ranks_of, restrict_grids
 from .saving.turn import Turn
 from .saving.writing import Source, WritePlan, write_plan
 from .state.described import part_of
-from .state.entries import Path, stock_path
+from .state.entries import Path
 from .state.per_rank import PerRank
 from .state.snapshot import Snapshot
 from .state.storable import check_storable
@@ -427,57 +425,6 @@ class QuietSavePlan(SavePlan):
         return SavePlan, ([], self.storage_data, self.planner_data, self.usable)
 
 
-Origins = dict[str, tuple[int, Laid | Extra]]
-
-
-def checkpoint_metadata(
-    stages: Iterable[StageManifest],
-    told: Iterable[Entry] = (),
-    origins: Origins | None = None,
-    rules: Ownership | None = None,
-) -> Metadata:
-    """Returns DCP's metadata of a checkpoint from the manifests of its pipeline stages.
-
-    Args:
-        stages: The manifests.
-        told: What no manifest has: key, path, stored form and origin.
-        origins: Takes the pipeline stage of each key, and what it stands for there.
-        rules: The numbers of ownership of the save; of this version if not given.
-
-    Raises:
-        CheckpointError: If two values have one key, or a tensor is not covered exactly once.
-    """
-    stored: dict[str, Stored] = {}
-    paths: dict[str, Path] = {}
-    unpadded: list[str] = []
-    origins = {} if origins is None else origins
-    for number, stage in enumerate(stages):
-        for key, path, entry, origin in stage_metadata(stage, rules):
-            if key in stored:
-                where, other = origins[key]
-                raise CheckpointError(
-                    f"{key}: both {_name(other)} of pipeline stage {where} and {_name(origin)} of "
-                    f"stage {number} have this key. If stages count their layers from 0, give the "
-                    "layers a layer_number or pass PipelineLayers(offset=...)."
-                )
-            stored[key] = entry
-            paths[key] = stock_path(path)
-            origins[key] = (number, origin)
-            if isinstance(origin, Laid) and origin.unpadded:
-                unpadded.append(key)
-    if unpadded:
-        paths[UNPADDED] = tuple(unpadded)  # no key of a value, so nothing else looks it up
-    for key, path, entry, _ in told:
-        if key in stored:
-            raise CheckpointError(
-                f"{key}: {_name(origins[key][1])} of the model has this key, and so has a value that "
-                "belongs to no parameter. Rename one of them."
-            )
-        stored[key] = entry
-        paths[key] = stock_path(path)
-    return Metadata(stored, planner_data=paths)
-
-
 def _leaves_out(
     table: LayoutTable, paths: Sequence[Path], values: Sequence[Any], ids: Mapping[int, str]
 ) -> bool:
@@ -516,10 +463,6 @@ def _check_one_chunk_per_key(name: str, items: Iterable[WriteItem]) -> None:
                 f"writes {count}. Use torch's FileSystemWriter in its torch_save format, or "
                 "SafetensorsWriter of shardplan.planner."
             )
-
-
-def _name(origin: Laid | Extra) -> str:
-    return origin.key if isinstance(origin, Extra) else origin.layout.fqn
 
 
 def _value(raw: list[Any], named: Named) -> Any:

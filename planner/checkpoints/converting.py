@@ -16,7 +16,7 @@ from typing import Any
 from shardplan.layouts import CheckpointError, UnstorableValueError
 from shardplan.layouts.errors import summary
 
-from ..loading.reading import UNPADDED
+from ..planning.metadata import UNPADDED
 from ..state.entries import Index, stock_path
 from .opened import Checkpoint
 from .own_writing import write_own

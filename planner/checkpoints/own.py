@@ -16,7 +16,7 @@ from shardplan.layouts import CheckpointError, Grid, IncompleteCheckpointError, 
 from shardplan.layouts.slab import Shape
 
 from ..planning.manifest import Extra
-from ..save import Origins, checkpoint_metadata
+from ..planning.metadata import Origins, checkpoint_metadata
 from ..state.entries import Index
 from ..state.values import to_bytes
 from ..storage.folder import check_alone

@@ -3,20 +3,17 @@
 | name | is |
 |---|---|
 | `Saved` | a checkpoint's metadata with the look-ups that a load needs |
-| `StoredInParts` | stored forms of which a reader knows only those that were asked for |
 | `Meeting` | the part of a saved chunk that lies in a requested box |
 """
 
 import math
-from abc import abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -28,11 +25,8 @@ from shardplan.layouts.coverage import tiling_faults
 from shardplan.layouts.model import clean_name
 from shardplan.layouts.slab import Shape
 
-Stored = TensorStorageMetadata | BytesStorageMetadata
-
-# Where a checkpoint's planner data lists the tensors that were saved without their padding: their
-# sizes are true ones, while any other tensor of a padded parameter may be padded on disk.
-UNPADDED = "shardplan.unpadded"
+from ..planning.manifest import Stored
+from ..planning.metadata import UNPADDED, StoredInParts
 
 
 class Meeting(NamedTuple):
@@ -51,22 +45,6 @@ class Meeting(NamedTuple):
     storage_offsets: torch.Size
     dest_offsets: torch.Size
     sizes: torch.Size
-
-
-class StoredInParts(Mapping[str, Stored]):
-    """What is stored under each key, read part by part as keys are asked for."""
-
-    @abstractmethod
-    def named_like(self, clean: str) -> list[str]:
-        """Returns the keys that are a clean name but for wrappers' tokens."""
-
-    @abstractmethod
-    def below(self, prefix: str, read: bool = False) -> Iterator[str]:
-        """Yields the keys with a prefix, of all parts or only of those that have been read."""
-
-    @abstractmethod
-    def unpadded(self, key: str) -> bool:
-        """Returns whether a key is a tensor whose padding stays out of the checkpoint."""
 
 
 class Saved:

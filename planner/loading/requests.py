@@ -43,10 +43,11 @@ from ..report import LoadReport
 from ..state.conversion import conversion_fault
 from ..state.described import describe, part_of
 from ..state.entries import Path, Place
-from ..state.per_rank import PerRank, Seat, choose, indices_saved
+from ..state.per_rank import PerRank, Seat, indices_saved
 from ..state.storable import overlaps
 from .delivery import Delivery, Target
 from .groups import EqualValues, GroupLoad
+from .per_rank import choose
 from .reading import Saved
 
 

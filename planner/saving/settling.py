@@ -26,12 +26,12 @@ from shardplan.layouts.errors import summary
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Shape
 
-from ..planning.manifest import Extra, StageManifest, Stored
+from ..planning.manifest import Extra, StageManifest
+from ..planning.metadata import Entry
 from ..state.described import Description, Part
 from ..state.entries import Path, key_of
 from .messages import PER_RANK, PlanMessage, Tie, global_rank, unpack
 
-Entry = tuple[str, Path, Stored, str]
 Box = tuple[str, Shape]
 
 

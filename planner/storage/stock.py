@@ -35,7 +35,7 @@ from shardplan.layouts.slab import contiguous_strides
 
 from ..compat import rebuild_tensor, storage_info
 from ..planning.manifest import Extra
-from ..save import Origins, checkpoint_metadata
+from ..planning.metadata import Origins, checkpoint_metadata
 from ..state.values import to_bytes
 from ..without_gc import without_gc
 from .folder import STOCK, put_stock

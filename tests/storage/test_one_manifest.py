@@ -15,7 +15,7 @@ from shardplan.planner import (
     SafetensorsReader,
 )
 from shardplan.planner.planning.manifest import ChunkLists
-from shardplan.planner.save import checkpoint_metadata
+from shardplan.planner.planning.metadata import checkpoint_metadata
 from shardplan.planner.storage.format.commit import read_commit
 from shardplan.planner.storage.places.files import LocalFiles, files_at
 

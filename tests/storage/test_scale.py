@@ -25,9 +25,9 @@ from shardplan.planner.planning.manifest import (
     Members,
     StageManifest,
 )
+from shardplan.planner.planning.metadata import checkpoint_metadata
 from shardplan.planner.planning.ownership import Ownership
 from shardplan.planner.planning.table import build_table
-from shardplan.planner.save import checkpoint_metadata
 from shardplan.planner.state.entries import Place
 from shardplan.planner.storage.format.commit import Commit
 from shardplan.planner.storage.format.manifest import manifest_from_json

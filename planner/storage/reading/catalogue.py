@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from ...loading.reading import StoredInParts
 from ...planning.manifest import Extra, Laid, Stored
+from ...planning.metadata import StoredInParts
 from ..format.commit import Commit
 from .keys import StageKeys
 

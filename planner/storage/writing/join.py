@@ -7,7 +7,7 @@ from shardplan.layouts import RanksDisagreeError
 from shardplan.layouts.slab import Shape
 
 from ...planning.manifest import Extra
-from ...save import checkpoint_metadata
+from ...planning.metadata import checkpoint_metadata
 from ...saving.agreement import Agreement, compare
 from ...saving.messages import PER_RANK, PlanMessage
 from ...state.entries import key_of
