@@ -68,8 +68,8 @@ def print_unsound(path: str, error: Exception, *, as_json: bool) -> None:
         say_json({"path": path, "sound": False, "faults": [fault._asdict()]})
         return
     out = console()
-    out.print(f"[red]✗[/] {plain(text)}")
-    out.print(f"[bold red]not sound[/]: {plain(path)}")
+    out.print(f"[red]✗[/] {plain(text)}", soft_wrap=True)
+    out.print(f"[bold red]not sound[/]: {plain(path)}", soft_wrap=True)
 
 
 def print_differences(

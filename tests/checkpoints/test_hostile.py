@@ -40,7 +40,7 @@ def test_no_file_outside_is_opened(stock, name):
         checkpoint.read("w")
     for verb in ("verify", "inspect"):
         assert "secret" != shardplan(verb, stock).out.strip()
-    assert 2 == shardplan("verify", stock).status
+    assert 1 == shardplan("verify", stock).status
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_places_of_other_kinds_are_damaged(stock, values):
     change(stock, **values)
     for verb in ("verify", "inspect"):
         answer = shardplan(verb, stock)
-        assert (2, "") == (answer.status, answer.out)
-        assert "'w' lies in" in answer.err
+        assert {"verify": 1, "inspect": 2}[verb] == answer.status
+        assert "'w' lies in" in answer.out + answer.err
 
 
 @pytest.mark.parametrize("name", ["size", "sizes", "offsets"])
@@ -137,5 +137,5 @@ def test_negative_shapes_are_damaged(stock, name):
     object.__setattr__(stored if name == "size" else stored.chunks[0], name, torch.Size([-8]))
     (stock / ".metadata").write_bytes(pickle.dumps(metadata))
     answer = shardplan("verify", stock)
-    assert (2, "") == (answer.status, answer.out)
-    assert "w: " in answer.err and "-8" in answer.err
+    assert (1, "") == (answer.status, answer.err)
+    assert "w: " in answer.out and "-8" in answer.out
