@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from . import convert, explain, export, finalize, import_, looking, show, simulate
+from ..tools.verbs import explain, export, import_, show, simulate
+from . import convert, diff, finalize, inspect_, verify
 
 app = typer.Typer(
     name="shardplan",
@@ -21,19 +22,19 @@ app = typer.Typer(
 _VERBS = (
     (
         "inspect",
-        looking.inspect_,
+        inspect_.inspect_,
         "What is in a checkpoint: keys, shapes, dtypes, bytes.",
         "shardplan inspect run7/step-1000 -f '*experts*'",
     ),
     (
         "verify",
-        looking.verify,
+        verify.verify,
         "Whether a checkpoint is complete and undamaged.",
         "shardplan verify run7/step-1000 && echo sound",
     ),
     (
         "diff",
-        looking.diff,
+        diff.diff,
         "In what two checkpoints differ.",
         "shardplan diff step-1000 step-1000-resharded --values",
     ),

@@ -1,22 +1,17 @@
 """Arguments and options that several verbs share."""
 
-import dataclasses
 import fnmatch
 import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from shardplan.layouts import LayoutError
-
 from ..checkpoints.opened import Checkpoint
 from ..checkpoints.opening import open_checkpoint
-from ..recipes.files import Recipe
-from ..recipes.parallel import Parallel
 
 Checkpoint_ = Annotated[
     str,
@@ -47,14 +42,6 @@ Filter = Annotated[
         "-f",
         metavar="PATTERN",
         help="Only keys that have this in them; or a pattern with * and ?.",
-    ),
-]
-
-
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config", "-c", help="Configuration: its name in the recipe, or tp=2,ep=8,dp_shard=64."
     ),
 ]
 
@@ -90,24 +77,3 @@ def keys_like(pattern: str | None) -> Callable[[str], bool]:
         return lambda key: pattern in key
     match = re.compile(fnmatch.translate("*" + pattern)).match
     return lambda key: match(key) is not None
-
-
-def parse_configuration(recipe: Recipe, text: str | None) -> Parallel:
-    """Returns a configuration by its name in the recipe, or from sizes such as `tp=2,ep=8`.
-
-    Raises:
-        LayoutError: If there is none of that name, or a size is no number.
-    """
-    if text is None or "=" not in text:
-        return recipe.configuration(text)
-    values: dict[str, Any] = {}
-    known = [f.name for f in dataclasses.fields(Parallel)]
-    for pair in text.replace(" ", "").split(","):
-        name, _, value = pair.partition("=")
-        if name not in known:
-            raise LayoutError(f"--config {text}: no axis {name!r}. There are {', '.join(known)}.")
-        try:
-            values[name] = value if name in ("fsdp", "name") else int(value)
-        except ValueError:
-            raise LayoutError(f"--config {text}: {name} is {value!r}, not a number.") from None
-    return Parallel(**values)

@@ -8,8 +8,8 @@ from cli.command import shardplan
 from shardplan.layouts import LayoutRegistry, model_layouts
 from shardplan.planner import LayoutAwareSavePlanner
 from shardplan.planner.checkpoints.opening import open_checkpoint
-from shardplan.planner.recipes.numbers import Delta, Numbers
-from shardplan.planner.recipes.parallel import Parallel, describe
+from shardplan.planner.tools.recipes.numbers import Delta, Numbers
+from shardplan.planner.tools.recipes.parallel import Parallel, describe
 
 HYBRID = Numbers(
     "qwen3_next", 4, 16, 40, 4, 2, 4, 24, False, True, True, 4, 8, 8, True, False, 0, 4,

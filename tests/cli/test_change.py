@@ -7,9 +7,9 @@ from world import save
 
 from shardplan.layouts import LayoutRegistry, model_layouts
 from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner
-from shardplan.planner.recipes.change import change
-from shardplan.planner.recipes.forecast import place
-from shardplan.planner.recipes.parallel import Parallel, describe
+from shardplan.planner.tools.recipes.change import change
+from shardplan.planner.tools.recipes.forecast import place
+from shardplan.planner.tools.recipes.parallel import Parallel, describe
 
 STATE = {"model": torch.bfloat16}
 CASES = [

@@ -5,9 +5,9 @@ import torch
 
 from shardplan.layouts import LayoutError, LayoutRegistry, model_layouts
 from shardplan.planner import LayoutAwareSavePlanner
-from shardplan.planner.recipes.forecast import forecast, place
-from shardplan.planner.recipes.numbers import Delta, Latent, Numbers
-from shardplan.planner.recipes.parallel import Parallel, describe
+from shardplan.planner.tools.recipes.forecast import forecast, place
+from shardplan.planner.tools.recipes.numbers import Delta, Latent, Numbers
+from shardplan.planner.tools.recipes.parallel import Parallel, describe
 
 HYBRID = Numbers(
     "qwen3_next", 4, 32, 1000, 4, 2, 8, 48, False, True, True, 8, 12, 16, True, False, 0, 4,

@@ -11,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from cli.command import shardplan
 from typer.testing import CliRunner
 
-from shardplan.planner.cli import convert, subject
+from shardplan.planner.cli import convert
 from shardplan.planner.cli.app import app
+from shardplan.planner.tools.verbs import subject
 
 # What each key must look like.
 HOSTILE = {

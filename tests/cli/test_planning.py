@@ -5,9 +5,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cli.command import shardplan
 
-from shardplan.planner.recipes.files import load_recipe, shipped
-from shardplan.planner.recipes.numbers import Numbers
-from shardplan.planner.recipes.parameters import parameters
+from shardplan.planner.tools.recipes.files import load_recipe, shipped
+from shardplan.planner.tools.recipes.numbers import Numbers
+from shardplan.planner.tools.recipes.parameters import parameters
 
 # Parameters as the models' own pages count them, in billions; without multi-token prediction.
 PUBLISHED = {

@@ -13,14 +13,14 @@ from shardplan.layouts import CheckpointError, LayoutRegistry, model_layouts
 from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner
 from shardplan.planner.checkpoints.opening import open_checkpoint
 from shardplan.planner.checkpoints.reader import CheckpointReader
-from shardplan.planner.huggingface import (
+from shardplan.planner.tools.huggingface import (
     HuggingFaceNames,
     export_checkpoint,
     import_checkpoint,
     rules_for,
 )
-from shardplan.planner.recipes.numbers import read_config
-from shardplan.planner.recipes.parallel import Parallel, describe
+from shardplan.planner.tools.recipes.numbers import read_config
+from shardplan.planner.tools.recipes.parallel import Parallel, describe
 
 # Megatron pads 50 rows to 52 for two tensor-parallel ranks, to 52 for one: 4 × 13.
 FIRST = Parallel(tp=2, ep=2, dp_shard=2, pad_vocabulary=26)

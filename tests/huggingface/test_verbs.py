@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from shardplan.layouts import CheckpointError
 from shardplan.planner.checkpoints.opening import open_checkpoint
-from shardplan.planner.huggingface.transfer import export_checkpoint, plan_export
-from shardplan.planner.recipes.numbers import read_config
+from shardplan.planner.tools.huggingface.transfer import export_checkpoint, plan_export
+from shardplan.planner.tools.recipes.numbers import read_config
 
 
 def test_import_and_export(tmp_path):

@@ -19,7 +19,7 @@ from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Box
 from shardplan.layouts.stages import ExpertIndex
 
-from ..planning.ownership import parts, take
+from ...planning.ownership import parts, take
 from .forecast import Chain, Counts, Placement, holders, plain
 
 _EXPERT = re.compile(r"\d+$")

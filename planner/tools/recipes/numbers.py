@@ -155,7 +155,7 @@ def read_config(path: str | Path) -> Numbers:
             raise LayoutError(f"{path}: the configuration lacks {error}.") from None
         raise LayoutError(
             f"{path}: no mapping for the model type {kind!r}; there are {', '.join(_KINDS)}. "
-            "Write its rules (see shardplan.planner.huggingface.rules) and pass them."
+            "Write its rules (see shardplan.planner.tools.huggingface.rules) and pass them."
         ) from None
 
 

@@ -1,24 +1,69 @@
-"""`inspect`: what is in a checkpoint, names that differ only in numbers as one line."""
+"""The verb `inspect`: what is in a checkpoint, names that differ only in numbers as one line."""
 
 import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoints.opened import Checkpoint, nbytes
-from .output import many, number, plain, size
+from .options import Checkpoint_, Filter, Json, Trust, keys_like, opened
+from .output import NO, console, many, number, plain, say_json, size, stop, verb
 
 _NUMBER = re.compile(r"(?<![0-9])[0-9]{1,18}(?![0-9])")
 
 
+@verb
+def inspect_(
+    ckpt: Checkpoint_,
+    filter_: Filter = None,
+    table: Annotated[
+        bool, typer.Option("--table/--tree", help="One line for each kind of key, or a tree.")
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="With --json: every key with its chunks.")
+    ] = False,
+    json_: Json = False,
+    trust_pickle: Trust = False,
+) -> None:
+    """Show what is in a checkpoint: keys, shapes, dtypes, bytes, chunks, files.
+
+    Keys that differ only in numbers share a line: `layers.{0..47}.mlp.weight × 48`.
+    """
+    with opened(ckpt, trust_pickle) as checkpoint:
+        facts = _summary(checkpoint)
+        wanted = keys_like(filter_)
+        if json_:
+            found: dict[str, Any] = {**facts, "keys": []}
+            for key, stored in checkpoint.metadata.state_dict_metadata.items():
+                if wanted(key):
+                    found["keys"].append(_entry(key, stored, every))
+            say_json(found)
+            return
+        lines = _rows(checkpoint, wanted)
+        out = console()
+        _print_summary(out, facts)
+        if not lines:
+            stop(
+                f"no key matches {filter_!r}; there are {number(facts['tensors'])} tensors. Give a "
+                "part of a key, or a pattern with * and ?; without --filter all are listed.",
+                status=NO,
+            )
+        out.print()
+        if table:
+            _print_table(out, lines)
+        else:
+            _print_tree(out, lines, "keys" if filter_ is None else f"keys like {filter_}")
+
+
 @dataclass(slots=True)
-class Row:
+class _Row:
     """Keys that differ only in numbers and have one shape and dtype.
 
     Attributes:
@@ -51,9 +96,9 @@ class Row:
         return ".".join(self.tokens)
 
 
-def rows(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> list[Row]:
+def _rows(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> list[_Row]:
     """Returns a checkpoint's keys, grouped."""
-    found: dict[tuple[str, str, tuple[int, ...]], Row] = {}
+    found: dict[tuple[str, str, tuple[int, ...]], _Row] = {}
     for key, stored in checkpoint.metadata.state_dict_metadata.items():
         if not wanted(key):
             continue
@@ -63,7 +108,7 @@ def rows(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> list[Row]:
         if isinstance(stored, TensorStorageMetadata):
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             shape, chunks = tuple(stored.size), len(stored.chunks)
-        row = found.setdefault((pattern, dtype, shape), Row(pattern, dtype, shape))
+        row = found.setdefault((pattern, dtype, shape), _Row(pattern, dtype, shape))
         row.keys += 1
         row.bytes += nbytes(stored)
         row.chunks += chunks
@@ -74,7 +119,7 @@ def rows(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> list[Row]:
     return list(found.values())
 
 
-def summary(checkpoint: Checkpoint) -> dict[str, Any]:
+def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns what is known of a whole checkpoint."""
     files = checkpoint.file_bytes()
     tensors = checkpoint.tensors
@@ -104,7 +149,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**found, **checkpoint.facts()}
 
 
-def print_summary(out: Console, facts: dict[str, Any]) -> None:
+def _print_summary(out: Console, facts: dict[str, Any]) -> None:
     """Prints what is known of the whole."""
     dtypes = ", ".join(f"{name} {number(count)}" for name, count in facts["dtypes"].items())
     between = " to ".join(
@@ -125,7 +170,7 @@ def print_summary(out: Console, facts: dict[str, Any]) -> None:
             out.print(plain(f"{name}: {value}"))
 
 
-def print_table(out: Console, found: Iterable[Row]) -> None:
+def _print_table(out: Console, found: Iterable[_Row]) -> None:
     """Prints rows one below the other."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("key", overflow="fold")
@@ -140,7 +185,7 @@ def print_table(out: Console, found: Iterable[Row]) -> None:
     out.print(table)
 
 
-def print_tree(out: Console, found: list[Row], root: str) -> None:
+def _print_tree(out: Console, found: list[_Row], root: str) -> None:
     """Prints rows as a tree of their names' tokens, with the bytes of every branch."""
     branches: dict[str, Any] = {}
     for row in found:
@@ -193,7 +238,7 @@ def _ranges(numbers: set[int]) -> str:
     return "{" + ",".join(texts) + "}"
 
 
-def entry(key: str, stored: Any, chunks: bool) -> dict[str, Any]:
+def _entry(key: str, stored: Any, chunks: bool) -> dict[str, Any]:
     """Returns what is known of one key, for JSON.
 
     Args:

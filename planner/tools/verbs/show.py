@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from ...cli.options import Json, Trust, opened
+from ...cli.output import console, plain, say_json, verb
 from ..recipes.forecast import forecast, place
-from .options import Config, Json, Trust, opened, parse_configuration
-from .output import console, plain, say_json, verb
 from .panels import Panel, color, of_checkpoint, of_recipe
 from .pictures import check_drawable, draw_bytes, draw_panels
-from .subject import Param, Source_, key_of, parameter_of, source_of
+from .subject import Config, Param, Source_, key_of, parameter_of, parse_configuration, source_of
 
 _SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WIDTH, _HEIGHT = 48, 16

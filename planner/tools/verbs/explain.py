@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checkpoints.opened import Checkpoint
-from ..checkpoints.own import OwnCheckpoint
+from ...checkpoints.opened import Checkpoint
+from ...checkpoints.own import OwnCheckpoint
+from ...cli.options import Json, Trust, opened
+from ...cli.output import NO, console, many, number, plain, say_json, stop, verb
 from ..recipes.forecast import place
-from .options import Config, Json, Trust, opened, parse_configuration
-from .output import NO, console, many, number, plain, say_json, stop, verb
 from .panels import locate, of_checkpoint, rank_of
 from .steps import Step, ownership, steps
-from .subject import Param, Source_, key_of, parameter_of, source_of
+from .subject import Config, Param, Source_, key_of, parameter_of, parse_configuration, source_of
 
 
 @verb

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from ..checkpoints.unbacked import unbacked
-from ..compat import storage_info
-from ..save import LayoutAwareSavePlanner
+from ...checkpoints.unbacked import unbacked
+from ...compat import storage_info
+from ...save import LayoutAwareSavePlanner
 from .files import WEIGHT
 from .forecast import Placement
 

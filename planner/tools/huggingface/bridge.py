@@ -18,7 +18,7 @@ import torch
 from shardplan.layouts import Grids, Layout, LayoutError
 from shardplan.layouts.slab import Box, Frame, Shape, contiguous_strides
 
-from ..checkpoints.streams import Read, Source
+from ...checkpoints.streams import Read, Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def rules_for(numbers: Numbers, *, stacked_experts: bool = False) -> tuple[Rule,
     if numbers.kind not in ("llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe"):
         raise LayoutError(
             f"{numbers.kind}: no rules for this kind of model. Pass rules of your own "
-            "(shardplan.planner.huggingface.Rule)."
+            "(shardplan.planner.tools.huggingface.Rule)."
         )
     rules = [
         Rule(EMBEDDING, "model.embed_tokens.weight"),

@@ -12,7 +12,7 @@ from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Shape
 from shardplan.layouts.stages import ExpertIndex
 
-from ..checkpoints.opened import Checkpoint, similar
+from ...checkpoints.opened import Checkpoint, similar
 from ..recipes.forecast import Placement, holders
 from ..recipes.numbers import Numbers
 from ..recipes.parameters import Parameter, parameters

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ...cli.options import Checkpoint_, Json, Overwrite, Trust, opened
+from ...cli.output import console, many, plain, progress, say_json, size, stop, verb
 from ..huggingface.transfer import export_checkpoint, plan_export
 from ..recipes.files import load_recipe
 from ..recipes.numbers import Numbers, read_config
-from .options import Checkpoint_, Json, Overwrite, Trust, opened
-from .output import console, many, plain, progress, say_json, size, stop, verb
 
 Config = Annotated[
     Path | None,

@@ -1,17 +1,19 @@
 """Which tensor of which checkpoint or recipe `explain` and `show` are asked about."""
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shardplan.layouts import LayoutError
 
-from ..checkpoints.opened import Checkpoint
+from ...checkpoints.opened import Checkpoint
+from ...cli.options import keys_like
+from ...cli.output import errors, many, plain
 from ..recipes.files import Recipe, load_recipe, shipped
+from ..recipes.parallel import Parallel
 from ..recipes.parameters import Parameter
-from .options import keys_like
-from .output import errors, many, plain
 from .panels import find_parameters
 
 Source_ = Annotated[
@@ -19,6 +21,12 @@ Source_ = Annotated[
 ]
 Param = Annotated[
     str, typer.Option("--param", "-p", help="The tensor: its name, a part of it, or a pattern.")
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config", "-c", help="Configuration: its name in the recipe, or tp=2,ep=8,dp_shard=64."
+    ),
 ]
 
 
@@ -69,3 +77,24 @@ def _hint(pattern: str, found: list[str]) -> None:
             f"{pattern!r} means {many(len(found), 'tensor')}; this is the first. Others: {others}"
         )
         errors().print(plain(text))
+
+
+def parse_configuration(recipe: Recipe, text: str | None) -> Parallel:
+    """Returns a configuration by its name in the recipe, or from sizes such as `tp=2,ep=8`.
+
+    Raises:
+        LayoutError: If there is none of that name, or a size is no number.
+    """
+    if text is None or "=" not in text:
+        return recipe.configuration(text)
+    values: dict[str, Any] = {}
+    known = [f.name for f in dataclasses.fields(Parallel)]
+    for pair in text.replace(" ", "").split(","):
+        name, _, value = pair.partition("=")
+        if name not in known:
+            raise LayoutError(f"--config {text}: no axis {name!r}. There are {', '.join(known)}.")
+        try:
+            values[name] = value if name in ("fsdp", "name") else int(value)
+        except ValueError:
+            raise LayoutError(f"--config {text}: {name} is {value!r}, not a number.") from None
+    return Parallel(**values)

@@ -24,7 +24,7 @@ from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Box
 from shardplan.layouts.stages import ExpertIndex, Stage
 
-from ..planning.ownership import Turns, parts
+from ...planning.ownership import Turns, parts
 from .numbers import Numbers
 from .parallel import Description, Parallel, describe
 

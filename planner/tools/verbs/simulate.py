@@ -9,13 +9,14 @@ from rich.table import Table
 
 from shardplan.layouts import LayoutError
 
+from ...cli.options import Json
+from ...cli.output import NO, console, many, number, plain, say_json, size, verb
 from ..recipes.change import change
 from ..recipes.files import Recipe, load_recipe, shipped
 from ..recipes.forecast import Forecast, forecast, place
 from ..recipes.parallel import Parallel
 from ..recipes.trial import stock_bytes_per_chunk, time_planning
-from .options import Config, Json, parse_configuration
-from .output import NO, console, many, number, plain, say_json, size, verb
+from .subject import Config, parse_configuration
 
 
 @verb

@@ -21,13 +21,13 @@ from shardplan.layouts.errors import summary
 from shardplan.layouts.slab import Shape
 from shardplan.layouts.variants import variants
 
-from ..checkpoints.converting import sources
-from ..checkpoints.opened import Checkpoint
-from ..checkpoints.replacing import replacement
-from ..checkpoints.safetensors_files import INDEX
-from ..checkpoints.stock_writing import OneFileWriter
-from ..checkpoints.streamed import StreamedSavePlanner, drive_save
-from ..checkpoints.streams import Advance, Source, write_safetensors
+from ...checkpoints.converting import sources
+from ...checkpoints.opened import Checkpoint
+from ...checkpoints.replacing import replacement
+from ...checkpoints.safetensors_files import INDEX
+from ...checkpoints.stock_writing import OneFileWriter
+from ...checkpoints.streamed import StreamedSavePlanner, drive_save
+from ...checkpoints.streams import Advance, Source, write_safetensors
 from ..recipes.numbers import Numbers
 from ..recipes.parallel import NONE, Parallel, describe
 from .bridge import Bridge, build_bridge

@@ -20,7 +20,7 @@ from shardplan.layouts.stages import (
 )
 from shardplan.layouts.storage import Cuts, FlatBuffer, FlatRanges, Whole
 
-from ..planning.ownership import parts
+from ...planning.ownership import parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardplan.layouts import LayoutError
 
-from .output import size
+from ...cli.output import size
 from .panels import Panel, Rectangle, color
 
 _INK = "#1f2328"

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from ...cli.options import Json, Overwrite, opened
+from ...cli.output import progress, verb
 from ..huggingface.transfer import import_checkpoint, plan_import
 from .export import Config, Recipe_, numbers_of, say_written
-from .options import Json, Overwrite, opened
-from .output import progress, verb
 
 
 @verb
@@ -29,7 +29,7 @@ def import_(
     """Write a Hugging Face model as a checkpoint that any parallel configuration loads.
 
     The result is a stock DCP checkpoint under Megatron-Core's names. To load into a running job,
-    dcp.load reads the Hugging Face folder directly (shardplan.planner.huggingface).
+    dcp.load reads the Hugging Face folder directly (shardplan.planner.tools.huggingface).
     """
     numbers = numbers_of(config, recipe, source)
     with opened(source) as checkpoint:
