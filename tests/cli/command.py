@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from typer.testing import CliRunner
 
-from shardplan.planner.cli.app import app
+from shardplan.planner.command import app
 
 
 class Answer(NamedTuple):

@@ -12,7 +12,7 @@ from cli.command import shardplan
 from typer.testing import CliRunner
 
 from shardplan.planner.cli import convert
-from shardplan.planner.cli.app import app
+from shardplan.planner.command import app
 from shardplan.planner.tools.verbs import subject
 
 # What each key must look like.
@@ -202,7 +202,7 @@ def test_an_interrupted_verb_has_no_answer(tmp_path, monkeypatch):
     assert (2, "shardplan: interrupted\n") == (answer.status, answer.err)
 
 
-RUN = "from shardplan.planner.cli.app import main; main()"
+RUN = "from shardplan.planner.command import main; main()"
 STOPPED = """
 import os, signal
 from shardplan.planner.checkpoints.streams import Source

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardplan.planner import LayoutAwareLoadPlanner, SafetensorsReader
 from shardplan.planner.checkpoints.opening import open_checkpoint
-from shardplan.planner.cli.app import main
+from shardplan.planner.command import main
 from shardplan.planner.storage.format.header import FORMAT_VERSION
 
 FOLDERS = sorted(path.parent for path in Path(__file__).parent.glob("v*/*/checkpoint"))

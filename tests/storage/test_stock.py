@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardplan.layouts import Grids
 from shardplan.planner import CheckpointError, LayoutAwareSavePlanner
 from shardplan.planner.storage import SafetensorsReader, finalize
-from shardplan.planner.storage.stock import torch_head
+from shardplan.planner.storage.format.torch_head import torch_head
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
 

@@ -16,8 +16,8 @@ from ..format.dtypes import stored_form
 from ..format.header import FORMAT_VERSION, HEAD, SUMS, VALUES, HeaderText, chunk_name
 from ..format.plain import to_plain
 from ..format.sums import ALGORITHM, BLOCK, block_count
+from ..format.torch_head import torch_head
 from ..places.files import Files
-from ..stock import torch_head
 from .stream import Nowhere, Piece, sums_of, write_pieces
 
 # What entries of a data file are called that are not chunks; safetensors' own first.

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..tools.verbs import explain, export, import_, show, simulate
-from . import convert, diff, finalize, inspect_, verify
+from .cli import convert, diff, finalize, inspect_, verify
+from .tools.verbs import explain, export, import_, show, simulate
 
 app = typer.Typer(
     name="shardplan",
