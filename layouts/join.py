@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from .errors import LayoutError
 from .grid import Grid
 from .slab import Box, Frame
-from .stages import Concat, Fuse
+from .stages import Concat, Fuse, Stage
 
 Joined = tuple[str, tuple[str, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(Stage):
     """Makes new tensors of components: whole ones in a row, or parts of each woven in groups.
 
     With one group, components lie one after another (`in_proj_qkv` of query, key and value).
@@ -33,10 +33,6 @@ class Join:
             if groups < 1:
                 raise LayoutError(f"{suffix!r} can't be woven in {groups} groups")
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
-
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         given = {frame.suffix: frame for frame in frames}
         named = [part for _, parts, _ in self.tensors for part in parts]
@@ -49,6 +45,14 @@ class Join:
             self._join(suffix, [given[p] for p in parts], groups)
             for suffix, parts, groups in self.tensors
         )
+
+    def describe(self, grid: Grid) -> str:
+        made = ", ".join(
+            f"{suffix.lstrip('._') or 'one tensor'} of {' + '.join(p.lstrip('._') for p in parts)}"
+            + (f" woven in {groups} groups" if groups > 1 else "")
+            for suffix, parts, groups in self.tensors
+        )
+        return f"joined along dim {self.dim}: {made}"
 
     def _join(self, suffix: str, parts: list[Frame], groups: int) -> Frame:
         dim = self.dim

@@ -1,33 +1,13 @@
 """Layouts as plain data: what is stored in a checkpoint, sent in a message, hashed in a digest."""
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
 from .errors import LayoutError
-from .join import Join
-from .stages import Concat, ExpertIndex, Fuse, Interleave, Permute, Shard, Stack, Unpad, Unstack
-from .storage import Cut, Cuts, FlatBuffer, FlatRanges, Whole
-
-STAGES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        Whole,
-        FlatBuffer,
-        FlatRanges,
-        Cuts,
-        Concat,
-        Interleave,
-        Shard,
-        Fuse,
-        Unpad,
-        Permute,
-        ExpertIndex,
-        Unstack,
-        Stack,
-        Join,
-    )
-}
+from .join import Join as Join  # registers itself
+from .stages import STAGES
+from .storage import Cut
 
 
 def stage_to_json(stage: Any) -> list[Any]:
@@ -43,10 +23,16 @@ def stage_from_json(data: Any) -> Any:
     """
     try:
         name, values = data
-        cls = STAGES[name]
+        cls = STAGES.get(name)
+        if cls is None or not is_dataclass(cls):
+            raise LayoutError(
+                f"no stage {str(name)[:60]!r} is known here. Import the package that has it, or "
+                "register its provider as an entry point shardplan.layouts."
+            )
         if name == "Cuts":
             values = {**values, "cuts": [Cut(**_tuples(cut)) for cut in values["cuts"]]}
-        return cls(**{key: _tuple(value) for key, value in values.items()})
+        made: Any = cls
+        return made(**{key: _tuple(value) for key, value in values.items()})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise LayoutError(f"{data!r} is no stage of a layout: {error}") from error
 

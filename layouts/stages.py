@@ -18,24 +18,47 @@ elements; nothing here imports torch.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from .errors import LayoutError
 from .grid import Grid
 from .slab import Box, Frame, Shape
 
+STAGES: dict[str, type["Stage"]] = {}
 
-class Stage(Protocol):
-    """One step of a layout; a frozen dataclass that can be hashed and written as JSON."""
+
+class Stage:
+    """One step of a layout; subclasses are frozen dataclasses of integers, texts and tuples.
+
+    A class of another package is found by its name when a checkpoint that has it is read; import it,
+    or register a provider of the package as an entry point `shardplan.layouts`.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        known = STAGES.setdefault(cls.__name__, cls)
+        # A dataclass with slots is made twice.
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise LayoutError(
+                f"{cls.__module__}.{cls.__qualname__}: {known.__module__} has a stage of this name. "
+                "Checkpoints name stages; give it another name."
+            )
+        STAGES[cls.__name__] = cls
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that the stage's answer depends on."""
-
-    def __hash__(self) -> int: ...
+        return ()
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         """Returns the frames one space further, at the grid's coordinate."""
+        raise NotImplementedError
+
+    def describe(self, grid: Grid) -> str:
+        """Returns what the stage does at the grid's coordinate, in one sentence."""
+        return str(self)
 
 
 def _on_each(
@@ -68,7 +91,7 @@ def _check_parts(what: str, parts: Iterable[Part]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Concat:
+class Concat(Stage):
     """Cuts a fused tensor at its parts' borders; each part becomes a tensor of its own.
 
     Attributes:
@@ -86,10 +109,6 @@ class Concat:
 
     def __post_init__(self) -> None:
         _check_parts(self.what, self.parts)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         total = sum(size for _, size in self.parts)
@@ -115,9 +134,13 @@ class Concat:
 
         return _on_each(frames, self.dim, change)
 
+    def describe(self, grid: Grid) -> str:
+        named = ", ".join(f"{suffix.lstrip('._')} {size}" for suffix, size in self.parts)
+        return f"cut along dim {self.dim} into {self.what}: {named}"
+
 
 @dataclass(frozen=True, slots=True)
-class Interleave:
+class Interleave(Stage):
     """Cuts a fused tensor whose parts repeat in groups; each part becomes a tensor of its own.
 
     Attributes:
@@ -136,10 +159,6 @@ class Interleave:
         _check_parts(self.what, self.parts)
         if self.groups < 0:
             raise LayoutError(f"{self.what}: there can't be {self.groups} groups")
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         group = sum(size for _, size in self.parts)
@@ -171,9 +190,13 @@ class Interleave:
 
         return _on_each(frames, self.dim, change)
 
+    def describe(self, grid: Grid) -> str:
+        named = ", ".join(f"{suffix.lstrip('._')} {size}" for suffix, size in self.parts)
+        return f"cut along dim {self.dim} into {self.groups} groups of {named}"
+
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Stage):
     """Places a tensor-parallel rank's tensor in the global one: even shards along an axis.
 
     Uneven shards start from the global tensor instead: `Cuts` with `Cut(sizes=...)`.
@@ -204,9 +227,13 @@ class Shard:
 
         return _on_each(frames, self.dim, change)
 
+    def describe(self, grid: Grid) -> str:
+        index, count = grid.index(self.axis), grid.size(self.axis)
+        return f"shard {index} of {count} along {self.axis}: dim {self.dim} moves by {index} shards"
+
 
 @dataclass(frozen=True, slots=True)
-class Fuse:
+class Fuse(Stage):
     """Puts the parts back as one tensor under the parameter's own name, in canonical order.
 
     Canonical is what a model without tensor parallelism holds: every part whole, one after
@@ -217,10 +244,6 @@ class Fuse:
     """
 
     dim: int
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         total = sum(frame.shape[self.dim] for frame in frames)
@@ -233,9 +256,12 @@ class Fuse:
             Frame("", _resized(frames[0].shape, self.dim, total), tuple(boxes), frames[0].expert),
         )
 
+    def describe(self, grid: Grid) -> str:
+        return f"the components are one tensor again, along dim {self.dim}"
+
 
 @dataclass(frozen=True, slots=True)
-class Unpad:
+class Unpad(Stage):
     """Drops the padding at the end of a dim: only its first `size` elements are on disk.
 
     Attributes:
@@ -249,10 +275,6 @@ class Unpad:
     def __post_init__(self) -> None:
         if self.size < 0:
             raise LayoutError(f"the true size of dim {self.dim} can't be {self.size}")
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         def change(frame: Frame) -> Iterable[Frame]:
@@ -271,9 +293,12 @@ class Unpad:
 
         return _on_each(frames, self.dim, change)
 
+    def describe(self, grid: Grid) -> str:
+        return f"only the first {self.size} of dim {self.dim} are kept: the rest is padding"
+
 
 @dataclass(frozen=True, slots=True)
-class Permute:
+class Permute(Stage):
     """Reorders the dims: dim `i` on disk is dim `dims[i]` of the tensor.
 
     Attributes:
@@ -281,10 +306,6 @@ class Permute:
     """
 
     dims: tuple[int, ...]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         def reorder(values: Shape) -> Shape:
@@ -304,9 +325,12 @@ class Permute:
             permuted.append(Frame(frame.suffix, reorder(frame.shape), boxes, frame.expert))
         return tuple(permuted)
 
+    def describe(self, grid: Grid) -> str:
+        return f"dims in the order {self.dims}"
+
 
 @dataclass(frozen=True, slots=True)
-class ExpertIndex:
+class ExpertIndex(Stage):
     """Gives the tensor its global expert index, which fills the hole in the parameter's name.
 
     Attributes:
@@ -343,17 +367,19 @@ class ExpertIndex:
         index = self.expert_index(grid)
         return tuple(frame._replace(expert=index) for frame in frames)
 
+    def describe(self, grid: Grid) -> str:
+        return (
+            f"local expert {self.local_expert_index} of {self.num_local_experts} on "
+            f"{self.axis} rank {grid.index(self.axis)} is expert {self.expert_index(grid)}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class Unstack:
+class Unstack(Stage):
     """Moves a leading expert dim into the name: one tensor for each expert on disk.
 
     The expert dim must be global already (`Shard(0, 'ep')` comes before).
     """
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         unstacked = []
@@ -369,9 +395,12 @@ class Unstack:
                 unstacked.append(Frame(frame.suffix, frame.shape[1:], tuple(boxes), expert))
         return tuple(unstacked)
 
+    def describe(self, grid: Grid) -> str:
+        return "one tensor for each expert of the leading dim"
+
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Stage):
     """Moves the expert in the name to a leading dim: all experts are one tensor on disk.
 
     Attributes:
@@ -379,10 +408,6 @@ class Stack:
     """
 
     num_experts: int
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         stacked = []
@@ -399,3 +424,6 @@ class Stack:
             )
             stacked.append(Frame(frame.suffix, (self.num_experts, *frame.shape), boxes))
         return tuple(stacked)
+
+    def describe(self, grid: Grid) -> str:
+        return f"one tensor of all {self.num_experts} experts"

@@ -14,7 +14,6 @@ of the rank's own flattened storage.
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from .errors import LayoutError
 from .grid import Grid
@@ -24,22 +23,30 @@ from .stages import Stage
 Interval = tuple[int, int]
 
 
-class StorageStage(Stage, Protocol):
-    """The first stage of a chain: what a rank stores of the local tensor."""
+class StorageStage(Stage):
+    """The first stage of a chain: what a rank stores of the local tensor.
 
+    Attributes:
+        shape: Shape of the local tensor.
+    """
+
+    __slots__ = ()
     shape: Shape
 
     def numel(self, grid: Grid) -> int:
         """Returns how many elements the rank stores."""
+        raise NotImplementedError
 
     def holders(self, grid: Grid) -> Iterable[Grid]:
         """Yields the coordinates along `axes` that store anything."""
+        return (g for g in grid.walk(self.axes) if self.numel(g))
 
     def pattern(self, grid: Grid) -> Hashable:
         """Returns what tells the boxes of all coordinates: equal patterns have equal boxes.
 
         Which coordinate has which of them may differ.
         """
+        return self
 
 
 def _first(frames: tuple[Frame, ...]) -> None:
@@ -53,7 +60,7 @@ def _check_shape(shape: Shape) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(StorageStage):
     """The rank stores the whole local tensor of `shape`."""
 
     shape: Shape
@@ -61,22 +68,23 @@ class Whole:
     def __post_init__(self) -> None:
         _check_shape(self.shape)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
-
     def numel(self, grid: Grid) -> int:
         return math.prod(self.shape)
 
-    def holders(self, grid: Grid) -> Iterable[Grid]:
-        return (grid,) if math.prod(self.shape) else ()
-
-    def pattern(self, grid: Grid) -> Hashable:
-        return self
+    def describe(self, grid: Grid) -> str:
+        return "the whole local tensor"
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         _first(frames)
         return (Frame("", self.shape, flat_boxes(self.shape, 0, math.prod(self.shape))),)
+
+
+def _describe_flat(bounds: Interval, axes: tuple[str, ...], grid: Grid) -> str:
+    start, stop = bounds
+    return (
+        f"[{start:,}, {stop:,}) of the flattened local tensor, from slice {grid.linear(axes)} of "
+        f"{grid.count(axes)} along {', '.join(axes)}"
+    )
 
 
 def _flat_apply(shape: Shape, start: int, stop: int) -> tuple[Frame, ...]:
@@ -84,7 +92,7 @@ def _flat_apply(shape: Shape, start: int, stop: int) -> tuple[Frame, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class FlatBuffer:
+class FlatBuffer(StorageStage):
     """The rank stores what its slice of a shared flat buffer holds of the local tensor.
 
     The buffer is cut into equal slices, one for each coordinate of `shard_axes`; the tensor's
@@ -151,13 +159,17 @@ class FlatBuffer:
         first = self.offset // self.shard_size
         return range(first, (self.offset + numel - 1) // self.shard_size + 1)
 
+    def describe(self, grid: Grid) -> str:
+        slices = f"slices of {self.shard_size:,}; the tensor begins at {self.offset:,}"
+        return f"{_describe_flat(self.bounds(grid), self.shard_axes, grid)} ({slices})"
+
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         _first(frames)
         return _flat_apply(self.shape, *self.bounds(grid))
 
 
 @dataclass(frozen=True, slots=True)
-class FlatRanges:
+class FlatRanges(StorageStage):
     """The rank stores `ranges[i]` of the flattened local tensor, `i` its place on `shard_axes`.
 
     Attributes:
@@ -204,6 +216,9 @@ class FlatRanges:
 
     def pattern(self, grid: Grid) -> Hashable:
         return self
+
+    def describe(self, grid: Grid) -> str:
+        return _describe_flat(self.bounds(grid), self.shard_axes, grid)
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         _first(frames)
@@ -277,7 +292,7 @@ def _positions(held: list[Interval], start: int, stop: int) -> list[Interval]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class Cuts(StorageStage):
     """The rank stores what cuts along mesh axes leave it, row-major (a DTensor's local tensor).
 
     Cuts are made from left to right, as DTensor's placements are. Where a cut leaves several
@@ -315,11 +330,14 @@ class Cuts:
     def numel(self, grid: Grid) -> int:
         return math.prod(sum(b - a for a, b in dim) for dim in self.held(grid))
 
-    def holders(self, grid: Grid) -> Iterable[Grid]:
-        return (g for g in grid.walk(self.axes) if self.numel(g))
-
-    def pattern(self, grid: Grid) -> Hashable:
-        return self
+    def describe(self, grid: Grid) -> str:
+        made = [
+            f"dim {cut.dim} in {grid.size(cut.axis)} along {cut.axis} (this rank is "
+            f"{grid.index(cut.axis)})"
+            for cut in self.cuts
+            if grid.size(cut.axis) > 1
+        ]
+        return f"cut {', then '.join(made)}" if made else "nothing cuts it"
 
     def apply(self, frames: tuple[Frame, ...], grid: Grid) -> tuple[Frame, ...]:
         _first(frames)

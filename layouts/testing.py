@@ -37,9 +37,9 @@ from .grid import Grids
 from .layout import Layout
 from .provider import LayoutProvider, Level, ParamInfo
 from .registry import LayoutRegistry
-from .serial import STAGES, stage_from_json, stage_to_json
+from .serial import stage_from_json, stage_to_json
 from .slab import Shape, Slab
-from .stages import Stage
+from .stages import STAGES, Stage
 
 Sizes = Mapping[str, int]
 
@@ -162,13 +162,13 @@ class LayoutProviderConformance:
             assert one == other, f"{_of(param)}: first {one}, then {other}"
 
     def test_its_stages_are_plain_values(self) -> None:
-        """Stages are hashed, compared, and stored in a checkpoint that is read without you."""
+        """Stages are hashed, compared, and stored in checkpoints by their class's name."""
         for _, param in self._params():
             for stage in self._answer(param):
                 hash(stage)
                 assert STAGES.get(type(stage).__name__) is type(stage), (
-                    f"{_of(param)}: {stage!r} is no stage of shardplan.layouts, so that a "
-                    "checkpoint could not be read without its provider"
+                    f"{_of(param)}: {stage!r} is not a subclass of shardplan.layouts.Stage, so that "
+                    "no checkpoint can name it"
                 )
                 back = stage_from_json(json.loads(json.dumps(stage_to_json(stage))))
                 assert stage == back, f"{_of(param)}: {stage!r} comes back from JSON as {back!r}"

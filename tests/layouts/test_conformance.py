@@ -467,7 +467,11 @@ WRONG = [
     (Remembers, "test_it_is_pure_and_deterministic", "then"),
     (AnswersWithAList, "test_it_is_pure_and_deterministic", "no tuple"),
     (NotHashable, "test_its_stages_are_plain_values", "unhashable"),
-    (StageOfItsOwn, "test_its_stages_are_plain_values", "no stage of shardplan.layouts"),
+    (
+        StageOfItsOwn,
+        "test_its_stages_are_plain_values",
+        "is not a subclass of shardplan.layouts.Stage",
+    ),
     (LooksAtItsRank, "test_its_layouts_do_not_depend_on_the_rank", "at dp_shard 1/2"),
     (LooksAtItsRankInTheName, "test_its_layouts_do_not_depend_on_the_rank", "named 'w1'"),
     (Overlaps, "test_every_element_is_covered_exactly_once", "covered 2 times"),

@@ -6,19 +6,7 @@ from dataclasses import dataclass
 from shardplan.layouts import Grid, Layout
 from shardplan.layouts.layout import evaluate
 from shardplan.layouts.slab import Frame
-from shardplan.layouts.stages import (
-    Concat,
-    ExpertIndex,
-    Fuse,
-    Interleave,
-    Permute,
-    Shard,
-    Stack,
-    Stage,
-    Unpad,
-    Unstack,
-)
-from shardplan.layouts.storage import Cuts, FlatBuffer, FlatRanges, Whole
+from shardplan.layouts.stages import Concat, Interleave
 
 from ...planning.ownership import parts
 
@@ -45,8 +33,9 @@ def steps(layout: Layout, grid: Grid) -> list[Step]:
         layout: The parameter's layout.
         grid: The rank's grid of the parameter's family.
     """
-    stored = layout.storage.numel(grid)
-    found = [Step("storage", _storage(layout.stages[0], grid, stored), ())]
+    storage = layout.storage
+    stored = storage.numel(grid)
+    found = [Step("storage", f"this rank stores {stored:,} elements: {storage.describe(grid)}", ())]
     frames = evaluate(layout.stages[:1], grid, layout.fqn)
     found.append(
         Step("local", f"the local tensor has shape {layout.local_shape}", _boxes(frames, layout))
@@ -59,7 +48,7 @@ def steps(layout: Layout, grid: Grid) -> list[Step]:
         found.append(
             Step(
                 "component" if split and not last else "global",
-                words(stage, grid),
+                stage.describe(grid),
                 _boxes(frames, layout) if last or split else (),
             )
         )
@@ -91,61 +80,6 @@ def ownership(layout: Layout, grid: Grid, itemsize: int) -> str:
     if all(cuts is None for cuts in split):
         return text + "small ones are dealt in turns, each to one of them"
     return text + f"large boxes are cut in {count}: this rank writes part {index} of each"
-
-
-def words(stage: Stage, grid: Grid) -> str:
-    """Returns what a stage does at a coordinate, in one sentence."""
-    if isinstance(stage, Concat):
-        named = ", ".join(f"{suffix.lstrip('._')} {size}" for suffix, size in stage.parts)
-        return f"cut along dim {stage.dim} into {stage.what}: {named}"
-    if isinstance(stage, Interleave):
-        named = ", ".join(f"{suffix.lstrip('._')} {size}" for suffix, size in stage.parts)
-        return f"cut along dim {stage.dim} into {stage.groups} groups of {named}"
-    if isinstance(stage, Shard):
-        index, count = grid.index(stage.axis), grid.size(stage.axis)
-        return (
-            f"shard {index} of {count} along {stage.axis}: dim {stage.dim} moves by {index} shards"
-        )
-    if isinstance(stage, Fuse):
-        return f"the components are one tensor again, along dim {stage.dim}"
-    if isinstance(stage, Unpad):
-        return f"only the first {stage.size} of dim {stage.dim} are kept: the rest is padding"
-    if isinstance(stage, Permute):
-        return f"dims in the order {stage.dims}"
-    if isinstance(stage, ExpertIndex):
-        rank = grid.index(stage.axis)
-        return (
-            f"local expert {stage.local_expert_index} of {stage.num_local_experts} on "
-            f"{stage.axis} rank {rank} is expert {stage.expert_index(grid)}"
-        )
-    if isinstance(stage, Unstack):
-        return "one tensor for each expert of the leading dim"
-    if isinstance(stage, Stack):
-        return f"one tensor of all {stage.num_experts} experts"
-    return str(stage)
-
-
-def _storage(stage: object, grid: Grid, stored: int) -> str:
-    text = f"this rank stores {stored:,} elements"
-    if isinstance(stage, FlatBuffer | FlatRanges):
-        start, stop = stage.bounds(grid)
-        index, count = grid.linear(stage.shard_axes), grid.count(stage.shard_axes)
-        text += f": [{start:,}, {stop:,}) of the flattened local tensor"
-        text += f", from slice {index} of {count} along {', '.join(stage.shard_axes)}"
-        if isinstance(stage, FlatBuffer):
-            text += f" (slices of {stage.shard_size:,}; the tensor begins at {stage.offset:,})"
-        return text
-    if isinstance(stage, Cuts):
-        made = [
-            f"dim {cut.dim} in {grid.size(cut.axis)} along {cut.axis} (this rank is "
-            f"{grid.index(cut.axis)})"
-            for cut in stage.cuts
-            if grid.size(cut.axis) > 1
-        ]
-        return text + (f": cut {', then '.join(made)}" if made else ": nothing cuts it")
-    if isinstance(stage, Whole):
-        return text + ": the whole local tensor"
-    return f"{text}: {stage}"
 
 
 def _boxes(
