@@ -128,7 +128,7 @@ def _for_command(text: str) -> str:
 
 @contextmanager
 def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is told the bytes of each step; a bar appears after a second.
+    """Gives a function that is told the bytes of each step; at a terminal a bar appears after a second.
 
     Args:
         what: What is being done.
@@ -144,6 +144,7 @@ def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable
         transient=True,
     )
     task = bar.add_task(what, total=max(total, 1))
+    quiet = quiet or not bar.console.is_terminal  # elsewhere it would leave an empty line
     begin, shown = time.monotonic(), False
 
     def advance(count: int) -> None:

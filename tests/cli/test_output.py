@@ -239,3 +239,18 @@ def test_a_reader_that_leaves_early_does_not_change_the_answer(tmp_path, more):
     assert b"" == done.stderr.read()
     done.stderr.close()
     assert 1 == done.wait()
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], []])
+def test_help_and_version_do_without_torch(args):
+    """An import of torch takes seconds, and a person only wants to know the verbs."""
+    code = (
+        "import sys; from shardplan.planner.command import main\n"
+        f"sys.argv[1:] = {args!r}\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert "False" == done.stderr.split()[-1], done.stderr
+    assert "sharded checkpoints" in done.stdout + done.stderr or "(torch " in done.stdout
