@@ -163,6 +163,10 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             named = self._named(snapshot.paths, raw)
             holdings = sort_values(self._table, [(n.path, raw[n.number]) for n in named])
             self._twins = Twins(shared_memory([raw[n.number] for n in named]))
+            others = (*holdings.extras, *holdings.described, *holdings.per_rank)
+            self._requests.tell_apart(
+                holdings.held, holdings.chunks, (key_of(path) for _, path in others)
+            )
             for held in holdings.held:
                 value, path = (
                     raw[named[held.number].number],

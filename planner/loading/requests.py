@@ -7,7 +7,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ from shardplan.layouts.variants import variants
 
 from ..compat import local_tensor
 from ..planning.holdings import Holding
-from ..planning.optimizer import Forms
+from ..planning.optimizer import Forms, names_of
+from ..planning.table import Chunk
 from ..policies import LoadPolicies
 from ..report import LoadReport
 from ..state.conversion import conversion_fault
@@ -108,6 +109,25 @@ class Requests:
         self.empty: list[str] = []
         self.rank_prefixes: list[str] = []
         self._frames: dict[tuple[int, Grid], tuple[tuple[Stage, ...], tuple[Frame, ...]]] = {}
+
+    def tell_apart(
+        self, held: Sequence[Holding], chunks: Sequence[Chunk], others: Iterable[str]
+    ) -> None:
+        """Finds keys that are equal but for wrappers' tokens under their exact names only."""
+        saved, others = self._saved, list(others)
+        named = [(h, h.kind.place.key(h.layout.fqn)) for h in held]
+        saved.tell_apart([*(key for _, key in named), *others])
+        keys = []
+        for holding, key in named:
+            if saved.rivals(key):
+                grid = chunks[holding.kind.chunk].grids.of(holding.layout.family)
+                place = holding.kind.place
+                for layout in variants(holding.layout, grid):
+                    frames = evaluate(layout.stages, grid, layout.fqn)
+                    keys += [place.key(layout.key(frame)) for frame in frames]
+                for names in names_of(holding.layout, grid):
+                    keys += map(place.key, names)
+        saved.tell_apart([*keys, *(key for key in others if saved.rivals(key))])
 
     def form(self, held: Holding, grids: Grids) -> Form:
         """Returns the form of a parameter that the checkpoint has, its own if it has none."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.layouts import CheckpointError, Concat, Grid, Interleave, Layout
-from shardplan.layouts.model import clean_name
+from shardplan.layouts.model import own_names
 from shardplan.layouts.variants import variants
 
 from ..state.entries import Path, key_of
@@ -60,8 +60,8 @@ def optimizer_names(model: Any, optimizer: Any) -> dict[int, str]:
         return {}
     names: dict[int, str] = {}
     for _, module in modules_of(model):
-        for fqn, parameter in module.named_parameters():
-            names.setdefault(id(parameter), clean_name(fqn))
+        for fqn, parameter in own_names(module) if hasattr(module, "named_parameters") else ():
+            names.setdefault(id(parameter), fqn)
     found: dict[int, str] = {}
     number = 0
     for group in optimizer.param_groups:
@@ -176,7 +176,9 @@ def _members(
         return None
     groups = {
         group: [
-            clean_name(entry) if isinstance(entry, str) else _name(section, entry, known)
+            table.names.own(section, entry)
+            if isinstance(entry, str)
+            else _name(section, entry, known)
             for entry in listed
         ]
         for group, listed in found.items()

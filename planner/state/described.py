@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from shardplan.layouts import LayoutError, clean_name
+from shardplan.layouts import LayoutError
+from shardplan.layouts.model import own_names
 from shardplan.layouts.slab import Shape
 
 from ..compat import ShardedTensor, local_tensor
@@ -72,15 +73,14 @@ def describes_itself(tensor: torch.Tensor) -> bool:
 
 
 def described_parameters(model: Any) -> frozenset[str]:
-    """Returns the names of a model's parameters that describe themselves, by clean name.
+    """Returns the names of a model's parameters that describe themselves, without wrappers' tokens.
 
     Args:
         model: A module; anything else has none.
     """
     if not isinstance(model, Module):
         return frozenset()
-    named = model.named_parameters(remove_duplicate=False)
-    return frozenset(clean_name(fqn) for fqn, tensor in named if describes_itself(tensor))
+    return frozenset(fqn for fqn, tensor in own_names(model) if describes_itself(tensor))
 
 
 def describe(key: str, tensor: torch.Tensor) -> Description:
