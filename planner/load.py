@@ -34,7 +34,15 @@ from .loading.requests import Requests
 from .loading.twins import Twins
 from .planning.holdings import sort_values
 from .planning.manifest import SHARD
-from .planning.optimizer import Named, by_name, group_members, names_of, optimizer_names
+from .planning.optimizer import (
+    Named,
+    Numbering,
+    by_name,
+    group_members,
+    names_of,
+    numberings,
+    optimizer_names,
+)
 from .planning.table import build_table
 from .planning.tied import shared_memory
 from .policies import LoadPolicies, PaddingPolicy
@@ -114,6 +122,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             ep_size=ep_size,
         )
         self._ids = optimizer_names(model, optimizer)
+        groups = optimizer.param_groups if optimizer is not None else ()
+        self._sizes = tuple(len(group["params"]) for group in groups)
         missing = None if strict is None else ("error" if strict else "report")
         given = policies if policies is not None else LoadPolicies()
         self._policies = given.changed(missing=missing, dtype=dtype, padding=padding)
@@ -167,6 +177,14 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             self._requests.tell_apart(
                 holdings.held, holdings.chunks, (key_of(path) for _, path in others)
             )
+            live = numberings(snapshot.paths, raw, self._table, self._ids)
+            self._requests.find_numbered(
+                holdings.held,
+                holdings.chunks,
+                {self._table.names.prefix(section): found for section, found in live.items()},
+                Numbering(self._ids, self._sizes),
+            )
+            numbered = self._requests.numbered.values()
             for held in holdings.held:
                 value, path = (
                     raw[named[held.number].number],
@@ -182,7 +200,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                         self._requests.shard(held, value, chunk.grids)
                 else:
                     forms = names_of(held.layout, chunk.grids.of(held.layout.family))
-                    self._requests.scalar(held.kind.place, forms, path, value)
+                    self._requests.scalar(held, forms, path, value)
             for number, path in holdings.extras:
                 key, value = key_of(path), raw[named[number].number]
                 if number in self._twins:
@@ -196,9 +214,11 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             for number, path in holdings.per_rank:
                 key, value = key_of(path), raw[named[number].number]
                 self._requests.per_rank(key, value, Seat(key, value, self._table.grids))
+            asked = {key for state in numbered for key in state.wanted()}
             for group in self._requests.groups:
                 for key in group.wanted() if isinstance(group, GroupLoad) else ():
-                    self._requests.group_value(group, key)
+                    if key not in asked:
+                        self._requests.group_value(group, key)
         self._requests.check()
         self.report.unexpected = partial(
             unexpected_keys,
@@ -209,6 +229,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             [g.prefix for g in self._requests.groups if isinstance(g, GroupLoad)],
             self._requests.rank_prefixes,
             _is_flat(snapshot.paths, raw),
+            [state.named for state in numbered],
         )
         empty = self._requests.empty and unfilled(
             self._requests.empty,

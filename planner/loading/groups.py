@@ -196,7 +196,7 @@ class GroupLoad:
             values = {option: self._values[key] for option, key in keys.items()}
             names = values.pop("params", [])
             values.pop("param_names", None)
-            if names and all(isinstance(name, int) for name in names):
+            if names and all(map(self._is_number, names)):
                 names = self._numbered(position, len(names))
             for name in map(str, names):
                 saved_by[name] = (values, position)
@@ -206,14 +206,22 @@ class GroupLoad:
                 options_of[own], place_of[own] = values, position
         return options_of, place_of
 
+    def _is_number(self, name: Any) -> bool:
+        """Whether an entry of a saved group is a number, which may be written as text."""
+        text = str(name)
+        return isinstance(name, int) or (
+            text.isdecimal() and self._known_names.find(text, stored=True) is None
+        )
+
     def _numbered(self, position: int, count: int) -> Sequence[str]:
         """Takes a group of integers for the live group at the same place, if they are as many."""
         if position < len(self._members) and len(self._members[position]) == count:
             return [name for forms in self._members[position] for name in forms[0]]
+        live = len(self._members[position]) if position < len(self._members) else "none"
         raise CheckpointError(
-            f"{self.prefix}{position}: the checkpoint numbers the {count} parameters of this "
-            f"group, and the live optimizer has no group of {count} at its place. Build the "
-            "optimizer with the groups that were saved."
+            f"{self.prefix}{position}: the checkpoint numbers the {count} parameters of this group, "
+            f"and the live optimizer's group at its place has {live}. Build the optimizer with the "
+            "groups that were saved."
         )
 
 

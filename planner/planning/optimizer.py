@@ -49,6 +49,19 @@ class Named:
     names: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The order in which an optimizer numbers its parameters.
+
+    Attributes:
+        names: Name of each parameter by its number, those that the model has.
+        sizes: How many parameters each group has.
+    """
+
+    names: Mapping[int, str]
+    sizes: tuple[int, ...]
+
+
 def optimizer_names(model: Any, optimizer: Any) -> dict[int, str]:
     """Returns the name of each parameter of an optimizer by its integer in `state_dict()`.
 
@@ -125,6 +138,19 @@ def group_members(
                 [value_forms(table, section, fqn) for fqn in listed]
                 for _, listed in sorted(members.groups.items())
             ]
+    return found
+
+
+def numberings(
+    paths: Sequence[Path], values: Sequence[Any], table: LayoutTable, ids: Mapping[int, str]
+) -> dict[Path, Numbering]:
+    """Returns how each optimizer state of a state dict numbers its parameters, if it does."""
+    found = {}
+    for section in _group_sections(paths):
+        members = _members(section, paths, values, table, ids)
+        if members is not None and members.ids:
+            sizes = tuple(len(listed) for _, listed in sorted(members.groups.items()))
+            found[section] = Numbering(members.ids, sizes)
     return found
 
 

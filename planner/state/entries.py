@@ -187,6 +187,10 @@ class Names:
         section, number = _section(path[0])
         return (section, *path[1:]) if self._virtual and number is not None else path
 
+    def prefix(self, section: Path) -> str:
+        """Returns what stands before the keys on disk of a section, with the last dot."""
+        return key_of((*self.on_disk(section), "")) if section else ""
+
     def find(self, path: Path) -> Found | None:
         """Returns the parameter that a path speaks of, None if it speaks of none.
 
