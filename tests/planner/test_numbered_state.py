@@ -3,11 +3,14 @@
 Expected values are those of the optimizer that was saved, or written out.
 """
 
+from types import SimpleNamespace
+
 import pytest
+import ranks
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -227,7 +230,7 @@ def test_state_that_the_live_optimizer_lacks_is_unexpected(tmp_path):
 # What does not fit --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["dcp", "file"])
+@pytest.mark.parametrize("how", ["dcp", "file", "own"])
 @pytest.mark.parametrize("names", [False, True], ids=["numbers", "names"])
 def test_groups_of_other_sizes_are_refused_before_anything_is_filled(tmp_path, how, names):
     _, optimizer = build(groups=(1, 3))
@@ -358,3 +361,66 @@ def test_a_name_that_is_a_number_is_not_taken_for_one(tmp_path):
     assert [9.0, 9.0] == state["optim"]["state"]["1"]["m"].tolist()
     assert ["optim.state.1.m"] == report.missing
     assert {} == report.numbered
+
+
+# Other models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+def test_dtensors_of_ranks_are_mapped_also_where_a_rank_stores_nothing(tmp_path):
+    with ranks.started(2) as processes:
+        for names in (False, True):
+            path = str(tmp_path / str(names))
+            for values, numbered in processes.run(
+                "numbered_jobs:sharded_by_number", 2, path, names
+            ):
+                assert [{1.0}, {2.0}, {3.0}, {4.0}] == values
+                assert "optim.state.1.weight.exp_avg" == numbered["optim.state.0.exp_avg"]
+
+
+class Gated(nn.Module):
+    """Its first projection is two tensors by name, `_w` and `_v`, and one by number."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(gated_linear_unit=True)
+        self.linear_fc1 = nn.Linear(4, 8, bias=False)
+
+
+def test_components_are_filled_from_the_whole_tensor_that_has_the_number(tmp_path):
+    saved = torch.arange(32.0).reshape(8, 4)
+    group = {"params": [0], "lr": 0.25}
+    save({"optim": {"state": {0: {"exp_avg": saved}}, "param_groups": [group]}}, tmp_path)
+    model = nn.ModuleDict({"mlp": Gated()})
+    planner = LayoutAwareSavePlanner(model)
+    live = torch.optim.AdamW(model.parameters())
+    by_name = {"mlp.linear_fc1.weight": {"exp_avg": torch.zeros(8, 4)}}
+    save_named = {"optim": {"state": by_name}}
+    writer = FileSystemWriter(tmp_path / "named", sync_files=False)
+    dcp.save(save_named, storage_writer=writer, planner=planner, no_dist=True)
+    stored = FileSystemReader(tmp_path / "named").read_metadata().state_dict_metadata
+    assert {f"optim.state.mlp.linear_fc1.weight_{c}.exp_avg" for c in "wv"} == set(stored)
+    load(save_named, tmp_path, LayoutAwareLoadPlanner(model, optimizer=live))
+    assert torch.equal(saved, by_name["mlp.linear_fc1.weight"]["exp_avg"])
+
+
+def test_a_wrapped_model_with_a_submodule_called_module(tmp_path):
+    def make(start):
+        model = nn.Module()
+        model.module, model.norm = nn.Linear(2, 2, bias=False), nn.LayerNorm(2)
+        wrapped = nn.DataParallel(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters())
+        for parameter in wrapped.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for number, parameter in enumerate(wrapped.parameters()):
+            optimizer.state[parameter]["exp_avg"].fill_(start + number)
+        return wrapped, optimizer
+
+    _, optimizer = make(1.0)
+    save({"optim": optimizer.state_dict()}, tmp_path)
+    wrapped, live = make(100.0)
+    planner = LayoutAwareLoadPlanner(wrapped, optimizer=live)
+    report = load({"optim": live.state_dict()}, tmp_path, planner)
+    assert [1.0, 2.0, 3.0] == slots(live, wrapped)
+    assert "optim.state.module.weight.exp_avg" == report.numbered["optim.state.0.exp_avg"]
