@@ -77,7 +77,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         layouts: Providers; the built-in ones and those of installed packages if not given.
         optimizer_layouts: Storage providers for optimizer state that is cut otherwise than its
             parameter.
-        optimizer: The optimizer of a raw `optimizer.state_dict()`.
+        optimizer: The optimizer of a raw `optimizer.state_dict()`. Its order also names the numbers
+            of a checkpoint that has the optimizer's state by number; see `LoadReport.numbered`.
         ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
         ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
         policies: What to do where checkpoint and state dict differ; see `LoadPolicies`.
