@@ -3,7 +3,9 @@
 | name | does |
 |---|---|
 | `model_layouts` | the layout of every parameter and buffer of a model |
-| `clean_name` | strips the names that wrappers put into a parameter's |
+| `own_paths` | the names of a model's modules without those of its wrappers |
+| `own_names` | the names of its parameters without them |
+| `clean_name` | strips what may be of wrappers, to compare names |
 | `carried_pg_collection` | finds the `pg_collection` that a model carries, at any wrapper level |
 
 Modules and tensors are read by their attributes; torch is not imported.
@@ -25,17 +27,80 @@ from .slab import Shape
 # Tokens that wrappers add to names: DDP and Float16Module, torch.compile, FSDP1, checkpointing.
 WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
+# A user's own submodule may have such a name too, so it counts only in a module of these classes,
+# or of a class made from one: torch's, Megatron-LM's, megatron-fsdp's and DeepSpeed's. An unknown
+# wrapper's token stays in the name, as it does for stock DCP.
+_WRAPPER_CLASSES = frozenset(
+    (
+        "OptimizedModule",
+        "DistributedDataParallel",
+        "DataParallel",
+        "FullyShardedDataParallel",
+        "ActivationWrapper",
+        "CheckpointWrapper",
+        "Float16Module",
+        "_BaseDataParallel",
+        "TorchFullyShardedDataParallel",
+        "MegatronFSDP",
+        "DeepSpeedEngine",
+    )
+)
+
 
 def clean_name(fqn: str) -> str:
-    """Returns a name without wrappers' tokens; only whole tokens count.
+    """Returns a name without the tokens that may be of wrappers; only whole tokens count.
 
-    A name that has nothing but such tokens is left as it is.
+    It serves to compare names: two that differ only in wrappers' tokens come out equal, and so do
+    those of a user's own submodule `module` and of its parent. A name that has nothing but such
+    tokens is left as it is.
 
     >>> clean_name("module._orig_mod.layers.0.module_list.weight")
     'layers.0.module_list.weight'
     """
     parts = [part for part in fqn.split(".") if part not in WRAPPERS]
     return ".".join(parts) if parts else fqn
+
+
+def _is_wrapper(module: Any) -> bool:
+    if any(kind.__name__ in _WRAPPER_CLASSES for kind in type(module).__mro__):
+        return True
+    # Any other that gives its only child's state dict as its own, as Megatron's wrappers do.
+    gives = getattr(type(module), "state_dict", None)
+    if getattr(gives, "__qualname__", "Module.state_dict") == "Module.state_dict":
+        return False
+    return [name for name, _ in module.named_children()] == ["module"]
+
+
+Owners = tuple[tuple[str, Any], ...]
+
+
+def _chains(model: Any) -> Iterator[tuple[str, Owners]]:
+    """Yields the path of each module, and the modules from the root to it with their own paths."""
+    chains: dict[str, Owners] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        above = chains[parent] if path else ()
+        place = above[-1][0] if above else ""
+        if path and not (name in WRAPPERS and _is_wrapper(above[-1][1])):
+            place = f"{place}.{name}" if place else name
+        chains[path] = (*above, (place, module))
+        yield path, chains[path]
+
+
+def own_paths(model: Any) -> dict[str, str]:
+    """Returns the path of each module without wrappers' tokens, by its path in the live model.
+
+    Which tokens are a wrapper's is told by the class of the module that has them.
+    """
+    return {path: chain[-1][0] for path, chain in _chains(model)}
+
+
+def own_names(model: Any) -> list[tuple[str, Any]]:
+    """Returns each parameter of a model with its name without wrappers' tokens.
+
+    Tied parameters come under each of their names.
+    """
+    return [(fqn, tensor) for fqn, tensor, _, trained in _tensors(model) if trained]
 
 
 def carried_pg_collection(model: Any) -> Any:
@@ -50,11 +115,8 @@ def carried_pg_collection(model: Any) -> Any:
     return None
 
 
-Owners = tuple[tuple[str, Any], ...]
-
-
 class ModelLayouts(dict[str, Layout]):
-    """The layouts of a model's parameters and buffers, by clean name.
+    """The layouts of a model's parameters and buffers, by their names without wrappers' tokens.
 
     Attributes:
         parameters: Names of the parameters in the order in which an optimizer numbers them, tied
@@ -66,24 +128,19 @@ class ModelLayouts(dict[str, Layout]):
 
 def _tensors(model: Any) -> Iterator[tuple[str, Any, Owners, bool]]:
     """Yields name, tensor, owners and whether it is a parameter; tied ones under each name."""
-    owners: dict[str, Owners] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        parent, _, name = path.rpartition(".")
-        above = owners[parent] if path else ()
-        place = above[-1][0] if above else ""
-        if path and name not in WRAPPERS:
-            place = f"{place}.{name}" if place else name
-        owners[path] = (*above, (place, module))
+    owners = dict(_chains(model))
+    # A checkpointing wrapper at the root leaves its own tokens out of its parameters' names.
+    own = {chain[-1][0]: chain for chain in owners.values()}
     for trained, tensors in ((True, model.named_parameters), (False, model.named_buffers)):
         for path, tensor in tensors(remove_duplicate=False):
             parent, _, name = path.rpartition(".")
-            chain = owners[parent]
+            chain = owners[parent] if parent in owners else own[parent]
             place = chain[-1][0]
             yield f"{place}.{name}" if place else name, tensor, chain, trained
 
 
 def model_layouts(model: Any, grids: Grids, registry: LayoutRegistry) -> ModelLayouts:
-    """Returns the layout of every parameter and buffer of a model, by its clean name.
+    """Returns the layout of every parameter and buffer, by its name without wrappers' tokens.
 
     Args:
         model: A module, or a mapping from names to local shapes where there is no live model.

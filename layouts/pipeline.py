@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .model import WRAPPERS
 from .provider import Level, ParamInfo, attribute
 from .stages import Stage
 
@@ -63,6 +64,8 @@ class PipelineLayers:
             start, stop = found.span(1)
             return start, stop, (self._numbers or {}).get(local, local + (self._offset or 0))
         for path, module in param.owners:
+            while path.rpartition(".")[2] in WRAPPERS:  # of a wrapper that nobody knows
+                path = path.rpartition(".")[0]
             found = _LAYER.match(path) if path.rpartition(".")[2].isdigit() else None
             number = None if found is None else _layer_number(module)
             if found is not None and number is not None:

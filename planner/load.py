@@ -34,7 +34,15 @@ from .loading.requests import Requests
 from .loading.twins import Twins
 from .planning.holdings import sort_values
 from .planning.manifest import SHARD
-from .planning.optimizer import Named, by_name, group_members, names_of, optimizer_names
+from .planning.optimizer import (
+    Named,
+    Numbering,
+    by_name,
+    group_members,
+    names_of,
+    numberings,
+    optimizer_names,
+)
 from .planning.table import build_table
 from .planning.tied import shared_memory
 from .policies import LoadPolicies, PaddingPolicy
@@ -69,7 +77,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         layouts: Providers; the built-in ones and those of installed packages if not given.
         optimizer_layouts: Storage providers for optimizer state that is cut otherwise than its
             parameter.
-        optimizer: The optimizer of a raw `optimizer.state_dict()`.
+        optimizer: The optimizer of a raw `optimizer.state_dict()`. Its order also names the numbers
+            of a checkpoint that has the optimizer's state by number; see `LoadReport.numbered`.
         ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
         ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
         policies: What to do where checkpoint and state dict differ; see `LoadPolicies`.
@@ -114,6 +123,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             ep_size=ep_size,
         )
         self._ids = optimizer_names(model, optimizer)
+        groups = optimizer.param_groups if optimizer is not None else ()
+        self._sizes = tuple(len(group["params"]) for group in groups)
         missing = None if strict is None else ("error" if strict else "report")
         given = policies if policies is not None else LoadPolicies()
         self._policies = given.changed(missing=missing, dtype=dtype, padding=padding)
@@ -163,6 +174,18 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             named = self._named(snapshot.paths, raw)
             holdings = sort_values(self._table, [(n.path, raw[n.number]) for n in named])
             self._twins = Twins(shared_memory([raw[n.number] for n in named]))
+            others = (*holdings.extras, *holdings.described, *holdings.per_rank)
+            self._requests.tell_apart(
+                holdings.held, holdings.chunks, (key_of(path) for _, path in others)
+            )
+            live = numberings(snapshot.paths, raw, self._table, self._ids)
+            self._requests.find_numbered(
+                holdings.held,
+                holdings.chunks,
+                {self._table.names.prefix(section): found for section, found in live.items()},
+                Numbering(self._ids, self._sizes),
+            )
+            numbered = self._requests.numbered.values()
             for held in holdings.held:
                 value, path = (
                     raw[named[held.number].number],
@@ -178,7 +201,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                         self._requests.shard(held, value, chunk.grids)
                 else:
                     forms = names_of(held.layout, chunk.grids.of(held.layout.family))
-                    self._requests.scalar(held.kind.place, forms, path, value)
+                    self._requests.scalar(held, forms, path, value)
             for number, path in holdings.extras:
                 key, value = key_of(path), raw[named[number].number]
                 if number in self._twins:
@@ -192,9 +215,11 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             for number, path in holdings.per_rank:
                 key, value = key_of(path), raw[named[number].number]
                 self._requests.per_rank(key, value, Seat(key, value, self._table.grids))
+            asked = {key for state in numbered for key in state.wanted()}
             for group in self._requests.groups:
                 for key in group.wanted() if isinstance(group, GroupLoad) else ():
-                    self._requests.group_value(group, key)
+                    if key not in asked:
+                        self._requests.group_value(group, key)
         self._requests.check()
         self.report.unexpected = partial(
             unexpected_keys,
@@ -205,6 +230,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             [g.prefix for g in self._requests.groups if isinstance(g, GroupLoad)],
             self._requests.rank_prefixes,
             _is_flat(snapshot.paths, raw),
+            [state.named for state in numbered],
         )
         empty = self._requests.empty and unfilled(
             self._requests.empty,

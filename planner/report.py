@@ -44,6 +44,9 @@ class LoadReport:
         replaced: Keys of blobs that were replaced whole by one of another size.
         materialized: Keys of meta tensors that were given memory.
         tied: Keys that the checkpoint lacks and that share their memory with one it has.
+        numbered: Key of optimizer state that the checkpoint has by number → the key by name that it
+            was taken for, by the order of the live optimizer. Nothing can tell whether the saved
+            one had another order among parameters of one shape.
         ranks: Key of a `PerRank` value → what was done where the numbers of ranks differ.
     """
 
@@ -55,6 +58,7 @@ class LoadReport:
     replaced: list[str] = field(default_factory=list)
     materialized: list[str] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
+    numbered: dict[str, str] = field(default_factory=dict)
     ranks: dict[str, str] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..state.conversion import exact_number
 from ..state.entries import Path, put, reach
 from ..state.per_rank import PerRank
 from .groups import EqualValues, GroupLoad
+from .numbered import NumberedState
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,7 +42,7 @@ class Target:
     path: Path
     tensor: torch.Tensor | None
     box: Box | None = None
-    group: GroupLoad | EqualValues | None = None
+    group: GroupLoad | EqualValues | NumberedState | None = None
     scalar: Any = None
     as_number: bool = False
     holder: PerRank | None = None

@@ -15,7 +15,7 @@ from shardplan.layouts.errors import summary
 
 from ..planning.optimizer import Forms
 from ..state.conversion import exact_number
-from ..state.entries import Path, key_of, put, reach
+from ..state.entries import Known, Path, key_of, put, reach
 from ..state.snapshot import Snapshot
 from ..state.values import same_value
 from .reading import Saved
@@ -61,15 +61,18 @@ class GroupLoad:
         self.kept: list[str] = []
         below = [key[len(prefix) :] for key in saved.below(prefix, self._known(saved))]
         listed = any(n.isdigit() and o == "params" for n, _, o in (k.partition(".") for k in below))
-        known = {name for group in members for forms in group for names in forms for name in names}
+        self._known_names = Known(
+            name for group in members for forms in group for names in forms for name in names
+        )
         for rest in below:
             if listed:
                 first, _, option = rest.partition(".")
                 if first.isdigit():
                     self._by_position.setdefault(int(first), {})[option] = prefix + rest
                 continue
-            name, option = _split(rest, known)
-            if option:
+            name, option = self._split(rest)
+            exact = f"{name}.{option}"
+            if option and (exact == rest or prefix + exact not in saved.stored):
                 self._by_name.setdefault(name, {})[option] = prefix + rest
 
     def _known(self, saved: Saved) -> Iterable[Iterable[str]]:
@@ -169,6 +172,17 @@ class GroupLoad:
                 "was saved."
             ) from None
 
+    def _split(self, rest: str) -> tuple[str, str]:
+        """Splits a key into a parameter's name, the longest that is known, and an option."""
+        name, _, inner = rest.rpartition(".")
+        while name:
+            known = self._known_names.find(name, stored=True)
+            if known is not None:
+                return known, inner
+            name, _, _ = name.rpartition(".")
+            inner = rest[len(name) + 1 :]
+        return "", ""
+
     def _options(self) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
         """Returns the saved options of each parameter, and its group, by its name on disk."""
         options_of: dict[str, dict[str, Any]] = {
@@ -177,25 +191,37 @@ class GroupLoad:
             if any(key in self._values for key in options.values())
         }
         place_of: dict[str, int] = {}
+        saved_by: dict[str, tuple[dict[str, Any], int]] = {}
         for position, keys in self._by_position.items():
             values = {option: self._values[key] for option, key in keys.items()}
             names = values.pop("params", [])
             values.pop("param_names", None)
-            if names and all(isinstance(name, int) for name in names):
+            if names and all(map(self._is_number, names)):
                 names = self._numbered(position, len(names))
-            for name in names:
-                options_of[str(name)] = values
-                place_of[str(name)] = position
+            for name in map(str, names):
+                saved_by[name] = (values, position)
+        for name, (values, position) in saved_by.items():
+            own = self._known_names.find(name, stored=True) or name
+            if own == name or own not in saved_by:
+                options_of[own], place_of[own] = values, position
         return options_of, place_of
+
+    def _is_number(self, name: Any) -> bool:
+        """Whether an entry of a saved group is a number, which may be written as text."""
+        text = str(name)
+        return isinstance(name, int) or (
+            text.isdecimal() and self._known_names.find(text, stored=True) is None
+        )
 
     def _numbered(self, position: int, count: int) -> Sequence[str]:
         """Takes a group of integers for the live group at the same place, if they are as many."""
         if position < len(self._members) and len(self._members[position]) == count:
             return [name for forms in self._members[position] for name in forms[0]]
+        live = len(self._members[position]) if position < len(self._members) else "none"
         raise CheckpointError(
-            f"{self.prefix}{position}: the checkpoint numbers the {count} parameters of this "
-            f"group, and the live optimizer has no group of {count} at its place. Build the "
-            "optimizer with the groups that were saved."
+            f"{self.prefix}{position}: the checkpoint numbers the {count} parameters of this group, "
+            f"and the live optimizer's group at its place has {live}. Build the optimizer with the "
+            "groups that were saved."
         )
 
 
@@ -229,15 +255,6 @@ class EqualValues:
                 )
         self._settle(value)
         return []
-
-
-def _split(rest: str, known: Collection[str]) -> tuple[str, str]:
-    """Splits a key into a parameter's name, the longest that is known, and an option."""
-    name, _, inner = rest.rpartition(".")
-    while name and name not in known:
-        name, _, _ = name.rpartition(".")
-        inner = rest[len(name) + 1 :]
-    return name, inner if name else ""
 
 
 def _lacking(group: Mapping[str, Any], found: Collection[str]) -> Iterable[str]:

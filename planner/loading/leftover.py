@@ -6,7 +6,7 @@
 | `unfilled` | empty containers for which the checkpoint has values of this rank's parameters |
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from shardplan.layouts import EXPERT, Grid, Layout, clean_name
@@ -32,6 +32,7 @@ def unexpected_keys(
     group_prefixes: Sequence[str],
     rank_prefixes: Sequence[str] = (),
     flat: bool = False,
+    by_number: Sequence[Callable[[str], str]] = (),
 ) -> list[str]:
     """Returns the keys in the loaded sections that neither this rank nor another shard asks for.
 
@@ -48,6 +49,7 @@ def unexpected_keys(
         group_prefixes: Keys of the lists of parameter groups, with their last dot.
         rank_prefixes: Keys of values of which every rank has its own, up to the index.
         flat: Whether the state dict has no sections, so that every key of the checkpoint counts.
+        by_number: Each gives the key by name for one of an optimizer's state by number.
     """
     known = set(loaded)
     sections = {key.partition(".")[0] for key in known}
@@ -71,8 +73,14 @@ def unexpected_keys(
             explained.difference_update(map(place.key, lacking))
         grouped.update(names.of("", False) if group_prefixes else ())
 
+    # A key that the checkpoint has as it is stands for itself, and else for what its name is but
+    # for wrappers' tokens.
+    alike = {clean_name(key) for key in explained.difference(known, left)}
+
     def expected(key: str) -> bool:
-        if clean_name(key) in explained:
+        for named in by_number:
+            key = named(key)
+        if key in explained or clean_name(key) in alike:
             return True
         if any(key.startswith(p) and key[len(p) :].isdigit() for p in rank_prefixes):
             return True

@@ -65,6 +65,7 @@ class Saved:
         places = metadata.storage_data
         self._places: Mapping[Any, Any] = places if isinstance(places, Mapping) else {}
         self._clean: dict[str, list[str]] | None = None
+        self._rivals: dict[str, set[str]] = {}
         self._indexes: dict[int, _ChunkIndex] = {}
 
     def same_places(self, keys: Sequence[str], others: Sequence[str]) -> bool:
@@ -89,15 +90,45 @@ class Saved:
         names = (getattr(place, "relative_path", None) for place in places)
         return sorted({name for name in names if isinstance(name, str)})
 
+    def tell_apart(self, keys: Iterable[str]) -> None:
+        """Takes keys that a load asks for, of which some are equal but for wrappers' tokens.
+
+        Those come back from `key` under their exact names only.
+        """
+        asked = list(keys)
+        tokens = {clean_name(key) for key in asked if "module" in key or "_orig_mod" in key}
+        alike: dict[str, set[str]] = {}
+        for key in asked if tokens else ():
+            clean = clean_name(key)
+            if clean in tokens:
+                alike.setdefault(clean, set()).add(key)
+        self._rivals = {clean: found for clean, found in alike.items() if len(found) > 1}
+
+    def rivals(self, key: str) -> bool:
+        """Returns whether a load asks for another key that is this one but for wrappers' tokens."""
+        return bool(self._rivals) and clean_name(key) in self._rivals
+
     def key(self, key: str) -> str | None:
         """Returns the name that the checkpoint has for a key, wrappers' tokens aside.
 
         Raises:
-            CheckpointError: If it has two such names, neither of which is the key.
+            CheckpointError: If it has two such names, neither of which is the key, or one that
+                may be of this key or of another that is asked for.
         """
         if key in self.stored:
             return key
-        names = self._named_like(clean_name(key))
+        clean = clean_name(key)
+        names = self._named_like(clean)
+        rivals = self._rivals.get(clean, ())
+        if rivals:
+            names = [name for name in names if name not in rivals]
+            if names:
+                raise CheckpointError(
+                    f"{key}: the checkpoint has {names[0]}, which may be this key or "
+                    f"{min(rivals - {key})}: all are one name but for wrappers' tokens. Wrap the "
+                    "model as it was when it was saved, and load its state_dict() without model=."
+                )
+            return None
         for name in names[1:]:
             if not self.same_places(names[:1], [name]):
                 raise CheckpointError(

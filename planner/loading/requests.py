@@ -5,9 +5,8 @@
 | `Requests` | the read items of one load, their targets, and what does not fit |
 """
 
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,9 @@ from shardplan.layouts.variants import variants
 
 from ..compat import local_tensor
 from ..planning.holdings import Holding
-from ..planning.optimizer import Forms
+from ..planning.manifest import SHARD
+from ..planning.optimizer import Forms, Numbering, names_of
+from ..planning.table import Chunk
 from ..policies import LoadPolicies
 from ..report import LoadReport
 from ..state.conversion import conversion_fault
@@ -47,6 +48,7 @@ from ..state.per_rank import PerRank, Seat, indices_saved
 from ..state.storable import overlaps
 from .delivery import Delivery, Target
 from .groups import EqualValues, GroupLoad
+from .numbered import NumberedState, numbers_below, optimizer_prefix
 from .per_rank import choose
 from .reading import Saved
 
@@ -81,6 +83,7 @@ class Requests:
         items: The read items; the number in an item's `dest_index` is that of its target.
         targets: Where what is read goes.
         groups: Parameter groups and scalars that are put together once all is read.
+        numbered: Optimizer states that the checkpoint has by number, by what is before their keys.
         pads: Key, tensor and boxes of padding, which nothing on disk fills.
         faults: What does not fit.
         empty: Keys of empty containers that the checkpoint does not have as such.
@@ -102,7 +105,10 @@ class Requests:
         self._delivery = delivery
         self.items: list[ReadItem] = []
         self.targets: list[Target] = []
-        self.groups: list[GroupLoad | EqualValues] = []
+        self.groups: list[GroupLoad | EqualValues | NumberedState] = []
+        self.numbered: dict[str, NumberedState] = {}
+        self._lacking: dict[str, str] = {}
+        self._unknown: list[str] = []
         self.pads: list[tuple[str, torch.Tensor, list[Box]]] = []
         self.faults: list[str] = []
         self._kind: type[CheckpointError] = CheckpointError
@@ -110,19 +116,128 @@ class Requests:
         self.rank_prefixes: list[str] = []
         self._frames: dict[tuple[int, Grid], tuple[tuple[Stage, ...], tuple[Frame, ...]]] = {}
 
+    def tell_apart(
+        self, held: Sequence[Holding], chunks: Sequence[Chunk], others: Iterable[str]
+    ) -> None:
+        """Finds keys that are equal but for wrappers' tokens under their exact names only."""
+        saved, others = self._saved, list(others)
+        named = [(h, h.kind.place.key(h.layout.fqn)) for h in held]
+        saved.tell_apart([*(key for _, key in named), *others])
+        keys = []
+        for holding, key in named:
+            if saved.rivals(key):
+                grid = chunks[holding.kind.chunk].grids.of(holding.layout.family)
+                place = holding.kind.place
+                for layout in variants(holding.layout, grid):
+                    frames = evaluate(layout.stages, grid, layout.fqn)
+                    keys += [place.key(layout.key(frame)) for frame in frames]
+                for names in names_of(holding.layout, grid):
+                    keys += map(place.key, names)
+        saved.tell_apart([*keys, *(key for key in others if saved.rivals(key))])
+
+    def find_numbered(
+        self,
+        held: Sequence[Holding],
+        chunks: Sequence[Chunk],
+        live: Mapping[str, Numbering],
+        given: Numbering,
+    ) -> None:
+        """Finds the optimizer states that the checkpoint has by number and not by name.
+
+        Args:
+            held: What this rank asks for.
+            chunks: The model's chunks.
+            live: How the state dict's own optimizer states number their parameters, by what is
+                before their keys.
+            given: How the given optimizer does, for those that do not.
+        """
+        prefixes = {place: optimizer_prefix(place) for place in {h.kind.place for h in held}}
+        slots: dict[str, list[Holding]] = {}
+        for holding in held:
+            prefix = prefixes[holding.kind.place]
+            if prefix is not None:
+                slots.setdefault(prefix, []).append(holding)
+        loads = {g.prefix: g for g in self.groups if isinstance(g, GroupLoad)}
+        for prefix, holdings in slots.items():
+            if not self._by_number(prefix, holdings, chunks):
+                continue
+            numbering = live.get(prefix, given)
+            if not numbering.names:
+                self._unknown.append(prefix)
+                continue
+            groups = loads.get(f"{prefix}param_groups.")
+            state = NumberedState(prefix, numbering, self._saved, groups)
+            self.numbered[prefix] = state
+            for fault in state.faults():
+                self.fault(CheckpointError, fault)
+            for key in state.wanted():  # first, so that nothing is filled if they do not fit
+                self.group_value(state, key)
+
+    def _by_number(self, prefix: str, held: Sequence[Holding], chunks: Sequence[Chunk]) -> bool:
+        """Whether the checkpoint has numbers where it could have any of some values by name."""
+        asked = False
+        for holding in held:
+            place, grids = holding.kind.place, chunks[holding.kind.chunk].grids
+            if holding.kind.role == SHARD:
+                form = self.form(holding, grids)
+                found = any(form.found)
+                asked = asked or bool(form.keys)
+            else:
+                names = names_of(holding.layout, grids.of(holding.layout.family))
+                found = any(all(map(self._saved.key, map(place.key, f))) for f in names)
+                asked = True
+            if found:  # almost always the first one
+                return False
+        return asked and bool(numbers_below(self._saved, f"{prefix}state."))
+
+    def _number_key(self, held: Holding, key: str) -> str | None:
+        """Returns the checkpoint's key by number for one by name, None if it has none."""
+        prefix = optimizer_prefix(held.kind.place) if self.numbered else None
+        state = self.numbered.get(prefix) if prefix is not None else None
+        if state is None:
+            return None
+        place, layout = held.kind.place, held.layout
+        # A DTensor that is cut otherwise than its parameter has a layout of another fqn.
+        numbered = state.key(place, layout.fqn) or state.key(place, layout.name)
+        if numbered is None:
+            return None
+        if numbered not in self._saved.stored:
+            self._lacking[key] = numbered
+            return None
+        self._report.numbered[numbered] = key
+        return numbered
+
     def form(self, held: Holding, grids: Grids) -> Form:
         """Returns the form of a parameter that the checkpoint has, its own if it has none."""
         grid = grids.of(held.layout.family)
-        own = self._form(held.layout, held.kind.place, grid)
-        if any(own.found):
-            return own
-        for layout in itertools.islice(
-            variants(held.layout, grid), 1, None
-        ):  # the first is its own
-            form = self._form(layout, held.kind.place, grid)
-            if any(form.found):
-                return form
-        return own
+        forms = (self._form(form, held.kind.place, grid) for form in variants(held.layout, grid))
+        own = next(forms)
+        tried = [own]
+        while not any(tried[-1].found):
+            form = next(forms, None)
+            if form is None:
+                return self._numbered_form(held, tried) if self.numbered else own
+            tried.append(form)
+        return tried[-1]
+
+    def _numbered_form(self, held: Holding, forms: Sequence[Form]) -> Form:
+        """Returns the form of a parameter that the checkpoint has whole, by number."""
+        name = self._number_key(held, forms[0].keys[0]) if forms[0].keys else None
+        if name is None:
+            return forms[0]
+        stored = self._saved.stored[name]
+        size = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else None
+        whole = [f for f in forms if len(f.frames) == 1]
+        form = next((f for f in whole if f.frames[0].shape == size), (*whole, None)[0])
+        if form is None:
+            self.fault(
+                CheckpointError,
+                f"{name}: one tensor by number, and {' and '.join(forms[0].keys)} here "
+                f"({self._grids.facts()}). Load it into the optimizer that saved it, and save it with "
+                "LayoutAwareSavePlanner(model, optimizer=optimizer), which keeps names.",
+            )
+            return Form(forms[0].layout, (), [], [])
+        return form._replace(found=[name])
 
     def _form(self, layout: Layout, place: Place, grid: Grid) -> Form:
         ident = (id(layout.stages), grid)
@@ -227,6 +342,11 @@ class Requests:
                 )
             if padding:
                 hint = "The true sizes of the vocabulary differ."
+            if key in self._report.numbered:
+                hint = (
+                    f"Its number makes it {self._report.numbered[key]}: build the optimizer with its "
+                    "parameters in the order in which they were saved."
+                )
             self.fault(
                 ShapeMismatchError,
                 f"{key}: the checkpoint has shape {size}, this model needs {shape} "
@@ -303,11 +423,14 @@ class Requests:
         if pads:
             self.pads.append((key, tensor, pads))
 
-    def scalar(self, place: Place, forms: Forms, path: Path, value: Any) -> None:
+    def scalar(self, held: Holding, forms: Forms, path: Path, value: Any) -> None:
         """Plans the read of a parameter's scalar, under the names that the checkpoint has."""
-        saved = self._saved
+        saved, place = self._saved, held.kind.place
         written = [[place.key(name) for name in names] for names in forms]
-        keys = next((f for f in written if all(saved.key(k) for k in f)), written[0])
+        keys = next((f for f in written if all(saved.key(k) for k in f)), None)
+        if keys is None:
+            numbered = self._number_key(held, written[0][0])
+            keys = written[0] if numbered is None else [numbered]
         if len(keys) == 1 or not all(saved.key(key) for key in keys):
             for key in keys:
                 self.value(key, path, value)
@@ -386,7 +509,8 @@ class Requests:
         )
         return None
 
-    def group_value(self, group: GroupLoad | EqualValues, key: str) -> None:
+    def group_value(self, group: GroupLoad | EqualValues | NumberedState, key: str) -> None:
+        """Plans the read of a value that something else takes."""
         stored = self._saved.stored[key]
         if isinstance(stored, BytesStorageMetadata):
             self._request(Target(key, (), None, group=group), None)
@@ -423,18 +547,28 @@ class Requests:
             raise MissingKeyError(
                 f"Missing keys: none of the {len(self._report.missing)} requested keys is in the checkpoint; the "
                 f"first is {self._report.missing[0]} ({facts}). Does the state dict have the "
-                f"sections that were saved? The checkpoint has {self._sample()}."
+                f"sections that were saved? The checkpoint has {self._sample()}.{self._ask_for_optimizer()}"
             )
         if missing and self._policies.missing == "error":
             for key in missing:
-                self.fault(MissingKeyError, f"{key}: not in the checkpoint ({facts}).")
+                numbered = self._lacking.get(key)
+                there = "" if numbered is None else f", where it would be {numbered}"
+                self.fault(MissingKeyError, f"{key}: not in the checkpoint{there} ({facts}).")
         if self.faults:
             hint = (
                 " Missing keys: pass strict=False to load what there is."
                 if missing and self._policies.missing == "error"
                 else ""
             )
-            raise self._kind(summary(self.faults) + hint)
+            raise self._kind(summary(self.faults) + hint + self._ask_for_optimizer())
+
+    def _ask_for_optimizer(self) -> str:
+        if not self._unknown:
+            return ""
+        return (
+            f" The checkpoint has {self._unknown[0]}state by number, which the order of the optimizer's "
+            "parameters turns into names: pass optimizer= to the planner."
+        )
 
     def fault(self, kind: type[CheckpointError], text: str) -> None:
         """Notes what does not fit; `check` raises the kind of the first."""

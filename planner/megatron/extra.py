@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardplan.layouts import Grid, Layout
-from shardplan.layouts.model import clean_name
+from shardplan.layouts.model import own_paths
 
 from ..planning.table import Chunk
 from .names import global_name
@@ -31,12 +31,13 @@ def extra_states(modules: Iterable[Any], chunks: Iterable[Chunk]) -> Iterator[tu
         chunks: Their layouts.
     """
     for root, chunk in zip(modules, chunks, strict=True):
+        paths = own_paths(root)
         for path, module in root.named_modules():
             if type(module).get_extra_state is torch.nn.Module.get_extra_state:
                 continue
             value = module.get_extra_state()
             if value is not None:
-                yield f"{_name(clean_name(path), module, chunk)}.{_LEAF}", module, value
+                yield f"{_name(paths[path], module, chunk)}.{_LEAF}", module, value
 
 
 def _name(path: str, module: Any, chunk: Chunk) -> str:

@@ -37,13 +37,13 @@ from shardplan.layouts import (
     MLADownProjection,
     PipelineLayers,
 )
-from shardplan.layouts.model import WRAPPERS, clean_name
+from shardplan.layouts.model import WRAPPERS
 
 from ..planning.manifest import separate_parts
 from ..planning.optimizer import components
 from ..planning.table import Chunk
 from ..save import LayoutAwareSavePlanner
-from ..state.entries import Found, Names, Path
+from ..state.entries import Found, Known, Names, Path
 
 
 class FsdpDtensorNames(Names):
@@ -60,6 +60,7 @@ class FsdpDtensorNames(Names):
             {fqn: found for fqn, layout in chunk.layouts.items() if (found := split_parts(layout))}
             for chunk in kept
         ]
+        self._known = [Known(found) for found in self._components]
 
     def find(self, path: Path) -> Found | None:
         """Returns the parameter that a path speaks of, None if it speaks of none.
@@ -74,7 +75,7 @@ class FsdpDtensorNames(Names):
         element = path[len(place.before)]
         if place.head or element == found.fqn or not isinstance(element, str):
             return found
-        return found._replace(place=place._replace(head=_prefix(element)))
+        return found._replace(place=place._replace(head=_prefix(element, found.fqn)))
 
     def _component(self, path: Path) -> Found | None:
         """Finds a name that ends in a component's suffix, `….linear_fc1.weight_w`."""
@@ -83,14 +84,15 @@ class FsdpDtensorNames(Names):
                 element = path[at]
                 if not isinstance(element, str):
                     continue
-                clean = clean_name(element)
-                for cut in (clean.rfind("_"), clean.rfind(".")):
-                    fqn, suffix = clean[:cut], clean[cut:]
-                    if suffix in self._components[chunk].get(fqn, ()):
+                for cut in (element.rfind("_"), element.rfind(".")):
+                    suffix = element[cut:]
+                    fqn = self._known[chunk].find(element[:cut]) if cut > 0 else None
+                    if fqn is not None and suffix in self._components[chunk][fqn]:
                         found = super().find((*path[:at], fqn, *path[at + 1 :]))
                         if found is None:
                             continue
-                        place = found.place._replace(head=_prefix(element), tail=suffix)
+                        head = _prefix(element, found.fqn + suffix)
+                        place = found.place._replace(head=head, tail=suffix)
                         return found._replace(place=place)
         return None
 
@@ -102,8 +104,10 @@ def split_parts(layout: Layout) -> tuple[str, ...]:
     return components(layout)
 
 
-def _prefix(element: str) -> str:
+def _prefix(element: str, name: str) -> str:
     """Returns the wrappers' tokens before a name, each with its dot."""
+    if element.endswith("." + name):
+        return element[: -len(name)]  # a user's own submodule may have a wrapper's token
     head = ""
     for token in element.split("."):
         if token not in WRAPPERS:

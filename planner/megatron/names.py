@@ -30,11 +30,12 @@ from shardplan.layouts import (
     carried_pg_collection,
 )
 from shardplan.layouts import ep_rank_and_size as of_collection
-from shardplan.layouts.model import clean_name
+from shardplan.layouts.model import own_names
 from shardplan.layouts.variants import variants
 
 from ..planning.manifest import separate_parts, value_names
 from ..planning.table import build_table
+from ..state.entries import Known
 from .state import chunks_of, inner_optimizers
 
 _MARKS = ("experts", "local_experts")
@@ -236,7 +237,7 @@ def global_param_name(
         ep_size=ep_size,
     )
     for module, chunk in zip(chunks, table.chunks, strict=True):
-        fqn = _fqn(module, param)
+        fqn = _fqn(module, param, chunk.layouts)
         if fqn is not None and fqn in chunk.layouts:
             layout = chunk.layouts[fqn]
             return global_name(layout, chunk.grids.of(layout.family))
@@ -252,13 +253,13 @@ def global_name(layout: Layout, grid: Grid) -> str:
     return value_names(layout, grid)[0]
 
 
-def _fqn(module: Any, param: Any) -> str | None:
-    """Returns a parameter's clean name in a module, None if it is another module's."""
+def _fqn(module: Any, param: Any, names: Iterable[str]) -> str | None:
+    """Returns a parameter's name among those of a module, None if it is another module's."""
     if isinstance(param, str):
-        return clean_name(param)
-    for name, own in module.named_parameters():
+        return Known(names).find(param)
+    for name, own in own_names(module):
         if own is param or getattr(own, "orig_param", own) is param:
-            return clean_name(name)
+            return name
     return None
 
 
@@ -275,9 +276,9 @@ def param_to_group_names(model_chunks: Any, optimizer: Any, **options: Any) -> d
     table = build_table(model_chunks, **options)
     names: dict[int, str] = {}
     for module, chunk in zip(chunks_of(model_chunks), table.chunks, strict=True):
-        for name, own in module.named_parameters():
-            layout = chunk.layouts[clean_name(name)]
-            names[id(own)] = global_name(layout, chunk.grids.of(layout.family))
+        for name, own in own_names(module):
+            layout = chunk.layouts[name]
+            names.setdefault(id(own), global_name(layout, chunk.grids.of(layout.family)))
     found: dict[str, int] = {}
     numbers: dict[int, int] = {}
     for part in inner_optimizers(optimizer):

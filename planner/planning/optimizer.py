@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.layouts import CheckpointError, Concat, Grid, Interleave, Layout, LayoutError
-from shardplan.layouts.model import clean_name
+from shardplan.layouts.model import own_names
 from shardplan.layouts.variants import variants
 
 from ..state.entries import Path, key_of
@@ -49,6 +49,19 @@ class Named:
     names: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The order in which an optimizer numbers its parameters.
+
+    Attributes:
+        names: Name of each parameter by its number, those that the model has.
+        sizes: How many parameters each group has.
+    """
+
+    names: Mapping[int, str]
+    sizes: tuple[int, ...]
+
+
 def optimizer_names(model: Any, optimizer: Any) -> dict[int, str]:
     """Returns the name of each parameter of an optimizer by its integer in `state_dict()`.
 
@@ -60,8 +73,8 @@ def optimizer_names(model: Any, optimizer: Any) -> dict[int, str]:
         return {}
     names: dict[int, str] = {}
     for _, module in modules_of(model):
-        for fqn, parameter in module.named_parameters():
-            names.setdefault(id(parameter), clean_name(fqn))
+        for fqn, parameter in own_names(module) if hasattr(module, "named_parameters") else ():
+            names.setdefault(id(parameter), fqn)
     found: dict[int, str] = {}
     number = 0
     for group in optimizer.param_groups:
@@ -128,6 +141,19 @@ def group_members(
     return found
 
 
+def numberings(
+    paths: Sequence[Path], values: Sequence[Any], table: LayoutTable, ids: Mapping[int, str]
+) -> dict[Path, Numbering]:
+    """Returns how each optimizer state of a state dict numbers its parameters, if it does."""
+    found = {}
+    for section in _group_sections(paths):
+        members = _members(section, paths, values, table, ids)
+        if members is not None and members.ids:
+            sizes = tuple(len(listed) for _, listed in sorted(members.groups.items()))
+            found[section] = Numbering(members.ids, sizes)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Members:
     """The parameters of an optimizer: by integer, and of each group, by clean name."""
@@ -177,7 +203,9 @@ def _members(
         return None
     groups = {
         group: [
-            clean_name(entry) if isinstance(entry, str) else _name(section, entry, known)
+            table.names.own(section, entry)
+            if isinstance(entry, str)
+            else _name(section, entry, known)
             for entry in listed
         ]
         for group, listed in found.items()

@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from shardplan.layouts import Grid, LayoutError, ParamInfo, clean_name
+from shardplan.layouts import Grid, LayoutError, ParamInfo
 from shardplan.layouts.fsdp import dtensor_cuts
 from shardplan.layouts.grid import mesh_axes
 from shardplan.layouts.layout import evaluate
+from shardplan.layouts.model import own_names
 from shardplan.layouts.slab import Box, Shape, contiguous_strides
 
 from ..compat import ShardedTensor, local_tensor
@@ -79,15 +80,14 @@ def describes_itself(tensor: torch.Tensor) -> bool:
 
 
 def described_parameters(model: Any) -> frozenset[str]:
-    """Returns the names of a model's parameters that describe themselves, by clean name.
+    """Returns the names of a model's parameters that describe themselves, without wrappers' tokens.
 
     Args:
         model: A module; anything else has none.
     """
     if not isinstance(model, Module):
         return frozenset()
-    named = model.named_parameters(remove_duplicate=False)
-    return frozenset(clean_name(fqn) for fqn, tensor in named if describes_itself(tensor))
+    return frozenset(fqn for fqn, tensor in own_names(model) if describes_itself(tensor))
 
 
 def describe(key: str, tensor: torch.Tensor) -> Description:

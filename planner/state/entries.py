@@ -3,6 +3,7 @@
 | name | is |
 |---|---|
 | `Place` | what stands around a parameter's name in a key: section, slot |
+| `Known` | names of parameters, found also with wrappers' tokens |
 | `Names` | finds the parameter that a path speaks of |
 | `reach`, `put` | what lies at a path of a state dict |
 
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardplan.layouts import LayoutError
-from shardplan.layouts.model import clean_name
+from shardplan.layouts.model import WRAPPERS, clean_name
 
 Path = tuple[Any, ...]
 
@@ -94,6 +95,50 @@ class Place(NamedTuple):
         return key_of(self.after) if self.after else self.tail.lstrip(".")
 
 
+class Known:
+    """The names of a module's parameters, found as they are or but for wrappers' tokens.
+
+    Args:
+        names: The names.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = dict.fromkeys(names)
+        self._clean: dict[str, list[str]] = {}
+        for name in self._names:
+            self._clean.setdefault(clean_name(name), []).append(name)
+        # The tokens before all names: of a wrapper that nobody knows, or of a user's own module.
+        self._common = min((_leading(name) for name in self._names), default=0)
+
+    def find(self, text: str, stored: bool = False) -> str | None:
+        """Returns the name that a text stands for, None if it is not one.
+
+        Args:
+            text: A name, or one with wrappers' tokens.
+            stored: Whether it is a checkpoint's, which may also lack tokens that a name has.
+
+        Raises:
+            LayoutError: If it is two of them but for wrappers' tokens.
+        """
+        if text in self._names:
+            return text
+        names = self._clean.get(clean_name(text), [])
+        if not stored:
+            depth = text.count(".") + self._common
+            names = [name for name in names if name.count(".") <= depth]
+        if len(names) > 1:
+            raise LayoutError(
+                f"{text}: the model has the parameters {names[0]} and {names[1]}, which are both "
+                "this name but for wrappers' tokens. Pass model= without its wrappers, and its own "
+                "state_dict()."
+            )
+        return names[0] if names else None
+
+
+def _leading(name: str) -> int:
+    return next((i for i, token in enumerate(name.split(".")) if token not in WRAPPERS), 0)
+
+
 class Found(NamedTuple):
     """The parameter that a path speaks of.
 
@@ -116,7 +161,7 @@ class Names:
     """
 
     def __init__(self, chunks: Iterable[tuple[str | None, Iterable[str]]]) -> None:
-        self._chunks = [(section, dict.fromkeys(names)) for section, names in chunks]
+        self._chunks = [(section, Known(names)) for section, names in chunks]
         self._virtual = len(self._chunks) > 1 and all(s is None for s, _ in self._chunks)
 
     def chunks_of(self, path: Path) -> list[int]:
@@ -132,10 +177,19 @@ class Names:
             and not (self._virtual and number is not None and number != chunk)
         ]
 
+    def own(self, section: Path, name: str) -> str:
+        """Returns the model's own name for one in a section, the name itself if it has none."""
+        known = (self._chunks[chunk][1].find(name) for chunk in self.chunks_of((*section, name)))
+        return next((fqn for fqn in known if fqn is not None), name)
+
     def on_disk(self, path: Path) -> Path:
         """Returns a path by the section it has on disk: `model1` is a chunk of `model`."""
         section, number = _section(path[0])
         return (section, *path[1:]) if self._virtual and number is not None else path
+
+    def prefix(self, section: Path) -> str:
+        """Returns what stands before the keys on disk of a section, with the last dot."""
+        return key_of((*self.on_disk(section), "")) if section else ""
 
     def find(self, path: Path) -> Found | None:
         """Returns the parameter that a path speaks of, None if it speaks of none.
@@ -170,7 +224,7 @@ def _section(name: Any) -> tuple[Any, int | None]:
     return (stem, int(text[len(stem) :])) if stem and stem != text else (name, None)
 
 
-def _find(path: Path, names: Mapping[str, None]) -> tuple[str, Place] | None:
+def _find(path: Path, names: Known) -> tuple[str, Place] | None:
     """Finds a parameter's name in a path: the element itself, or part of a dotted element."""
     last = len(path) - 1
     # Behind `state` and `param_groups` the name comes first and the slot last, also where a
@@ -180,18 +234,16 @@ def _find(path: Path, names: Mapping[str, None]) -> tuple[str, Place] | None:
         element, after = path[at], path[at + 1 :]
         if at < 0 or not isinstance(element, str):
             continue
-        if element in names:
-            return element, Place(path[:at], "", "", after)
-        clean = clean_name(element)
-        if clean != element and clean in names:
-            return clean, Place(path[:at], "", "", after)
+        fqn = names.find(element)
+        if fqn is not None:
+            return fqn, Place(path[:at], "", "", after)
     element = path[-1]
     if isinstance(element, str) and "." in element:
         return _inside(path, element, names)
     return None
 
 
-def _inside(path: Path, element: str, names: Mapping[str, None]) -> tuple[str, Place] | None:
+def _inside(path: Path, element: str, names: Known) -> tuple[str, Place] | None:
     """Finds a name inside a dotted element such as `state.layers.0.w.exp_avg`."""
     tokens = element.split(".")
     starts = list(range(len(tokens)))
@@ -200,8 +252,8 @@ def _inside(path: Path, element: str, names: Mapping[str, None]) -> tuple[str, P
     for start in starts:
         for stop in (len(tokens), len(tokens) - 1):
             inner = ".".join(tokens[start:stop])
-            fqn = inner if inner in names else clean_name(inner)
-            if inner and fqn in names and (start or stop < len(tokens)):
+            fqn = names.find(inner) if inner and (start or stop < len(tokens)) else None
+            if fqn is not None:
                 head = "".join(token + "." for token in tokens[:start])
                 tail = "".join("." + token for token in tokens[stop:])
                 return fqn, Place(path[:-1], head, tail, ())

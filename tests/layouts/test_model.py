@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardplan.layouts import (
     DEFAULT_LAYOUTS,
@@ -25,7 +26,7 @@ def read(model, grids=GRIDS, providers=()):
     return model_layouts(model, grids, LayoutRegistry(providers))
 
 
-class Wrapper(torch.nn.Module):
+class Float16Module(torch.nn.Module):
     """DDP, Float16Module, MegatronFSDP: what is wrapped stands under `module`."""
 
     def __init__(self, module, **attributes):
@@ -65,24 +66,79 @@ def test_clean_name(fqn, clean):
 
 
 def test_wrappers_at_every_level_leave_no_trace_in_names():
-    model = Wrapper(Wrapper(torch.nn.Sequential(Wrapper(torch.nn.Linear(2, 3)), torch.nn.ReLU())))
+    model = Float16Module(
+        Float16Module(torch.nn.Sequential(Float16Module(torch.nn.Linear(2, 3)), torch.nn.ReLU()))
+    )
     assert ["0.weight", "0.bias"] == list(read(model))
     assert ["0.weight", "0.bias"] == [layout.fqn for layout in read(model).values()]
+
+
+def wrap(kind, module):
+    if kind == "compile":
+        return torch.compile(module)
+    if kind == "checkpoint":
+        return checkpoint_wrapper(module)
+    if kind == "DataParallel":
+        return torch.nn.DataParallel(module)
+    # What a wrapper needs to run, such as a process group, does not matter to its names.
+    wrapper = type(kind, (torch.nn.Module,), {})()
+    wrapper.add_module("module", module)
+    return wrapper
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "compile",
+        "checkpoint",
+        "DataParallel",
+        "DistributedDataParallel",
+        "MegatronFSDP",
+        "Float16Module",
+    ],
+)
+def test_every_wrappers_token_is_stripped_at_the_root_and_inside(kind):
+    inner = torch.nn.Sequential(wrap(kind, torch.nn.Linear(2, 3)), torch.nn.LayerNorm(3))
+    assert ["0.weight", "0.bias", "1.weight", "1.bias"] == list(read(wrap(kind, inner)))
+
+
+def test_a_class_made_from_a_wrappers_is_one():
+    class Engine(torch.nn.DataParallel):
+        pass
+
+    assert ["weight", "bias"] == list(read(Engine(torch.nn.Linear(2, 3))))
+
+
+def test_a_wrapper_that_gives_its_only_childs_state_dict_is_told_by_that():
+    class Precision(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(2, 3)
+
+        def state_dict(self, *args, **options):
+            return self.module.state_dict(*args, **options)
+
+    assert ["weight", "bias"] == list(read(Precision())) == list(Precision().state_dict())
 
 
 @pytest.mark.parametrize(
     "token", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"]
 )
-def test_every_wrappers_token_is_stripped(token):
-    """torch.compile, FSDP 1, activation checkpointing, DDP."""
-    wrapper = torch.nn.Module()
-    wrapper.add_module(token, torch.nn.Linear(2, 3))
-    assert ["0.weight", "0.bias"] == list(read(torch.nn.Sequential(wrapper)))
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_users_submodule_keeps_its_name_whatever_that_is(token, alone):
+    model = torch.nn.Module()
+    model.add_module(token, torch.nn.Linear(2, 3))
+    if not alone:
+        model.norm = torch.nn.LayerNorm(3)
+    outer = torch.nn.Sequential(model)
+    assert list(outer.state_dict()) == list(read(outer))
+    assert list(outer.state_dict()) == list(read(wrap("DistributedDataParallel", outer)))
 
 
 def test_names_are_those_of_the_state_dict_without_wrappers():
     model = torch.nn.Sequential(
-        torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), Wrapper(torch.nn.Embedding(4, 2))
+        torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), Float16Module(torch.nn.Embedding(4, 2))
     )
     assert {clean_name(key) for key in model.state_dict()} == set(read(model))
 
@@ -150,19 +206,28 @@ def test_buffers_have_layouts_and_what_is_not_set_has_none():
 
 
 def test_parameters_are_numbered_in_the_order_of_the_model():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), Wrapper(torch.nn.Linear(3, 1)))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), Float16Module(torch.nn.Linear(3, 1)))
     assert ("0.weight", "0.bias", "1.weight", "1.bias") == read(model).parameters
 
 
 # Collisions -------------------------------------------------------------------------------------------------------------
 
 
-def test_two_parameters_with_one_clean_name_are_refused():
+def test_two_parameters_that_differ_in_a_users_own_module_have_two_names():
     class Both(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(2))
-            self.module = torch.nn.Linear(2, 2)
+            self.module = torch.nn.Linear(2, 2, bias=False)
+
+    assert ["weight", "module.weight"] == list(read(Both()))
+
+
+def test_two_parameters_with_one_name_without_wrappers_tokens_are_refused():
+    class Both(torch.nn.DataParallel):
+        def __init__(self):
+            super().__init__(torch.nn.Linear(2, 2))
+            self.weight = torch.nn.Parameter(torch.zeros(2))
 
     with pytest.raises(LayoutError) as error:
         read(Both())
@@ -174,10 +239,9 @@ def test_two_parameters_with_one_clean_name_are_refused():
 
 
 def test_one_parameter_that_is_reached_twice_is_no_collision():
-    class Both(torch.nn.Module):
+    class Both(torch.nn.DataParallel):
         def __init__(self):
-            super().__init__()
-            self.module = torch.nn.Linear(2, 2, bias=False)
+            super().__init__(torch.nn.Linear(2, 2, bias=False))
             self.weight = self.module.weight
 
     assert ["weight"] == list(read(Both()))
@@ -199,11 +263,14 @@ def test_owners_are_the_chain_from_the_root_with_clean_paths():
         def stages(self, param):
             raise AssertionError
 
-    read(Wrapper(torch.nn.Sequential(Wrapper(torch.nn.Linear(2, 3)))), providers=[Watcher()])
+    read(
+        Float16Module(torch.nn.Sequential(Float16Module(torch.nn.Linear(2, 3)))),
+        providers=[Watcher()],
+    )
     assert [
-        ("", "Wrapper"),
+        ("", "Float16Module"),
         ("", "Sequential"),
-        ("0", "Wrapper"),
+        ("0", "Float16Module"),
         ("0", "Linear"),
     ] == seen["0.weight"]
 
@@ -272,10 +339,10 @@ def test_the_pg_collection_is_found_at_any_wrapper_level():
     assert carried_pg_collection(None) is None
     model.pg_collection = groups
     assert groups is carried_pg_collection(model)
-    assert groups is carried_pg_collection(Wrapper(Wrapper(model)))
+    assert groups is carried_pg_collection(Float16Module(Float16Module(model)))
     outer = types.SimpleNamespace()
-    assert outer is carried_pg_collection(Wrapper(model, pg_collection=outer))
-    assert groups is carried_pg_collection(Wrapper(model, pg_collection=None))
+    assert outer is carried_pg_collection(Float16Module(model, pg_collection=outer))
+    assert groups is carried_pg_collection(Float16Module(model, pg_collection=None))
 
 
 def test_a_circle_of_wrappers_ends():

@@ -133,6 +133,17 @@ def test_live_layers_count_from_one():
 
 
 def test_a_wrapper_of_a_layer_does_not_hide_its_number():
+    class Float16Module(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    stage = Stage([3])
+    stage.layers[0] = Float16Module(stage.layers[0])
+    assert "layers.2.norm.weight" == names(Float16Module(stage))["layers.0.norm.weight"]
+
+
+def test_a_wrapper_of_a_layer_that_nobody_knows_does_not_hide_its_number():
     class Wrapper(torch.nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -140,7 +151,8 @@ def test_a_wrapper_of_a_layer_does_not_hide_its_number():
 
     stage = Stage([3])
     stage.layers[0] = Wrapper(stage.layers[0])
-    assert "layers.2.norm.weight" == names(Wrapper(stage))["layers.0.norm.weight"]
+    found = names(Wrapper(stage))
+    assert "module.layers.2.module.norm.weight" == found["module.layers.0.module.norm.weight"]
 
 
 def test_nested_layers_keep_their_own_numbers():
