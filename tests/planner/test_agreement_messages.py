@@ -17,6 +17,7 @@ from shardplan.planner import (
     CheckpointError,
     LayoutAwareLoadPlanner,
     LayoutAwareSavePlanner,
+    MissingKeyError,
     PerRank,
     RanksDisagreeError,
     UnstorableValueError,
@@ -329,6 +330,29 @@ def test_options_of_ranks_that_train_other_parameters_name_two_ways_out():
     assert_rates_saved(memory.save(states, savers))
     flat = [trained(rank, flatten=True)[1] for rank in range(2)]
     assert_rates_saved(memory.save(flat, replicas()))
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_options_saved_by_name_load_into_a_list_without_a_model(flatten):
+    stages = [trained(rank, flatten) for rank in range(2)]
+    savers = [
+        LayoutAwareSavePlanner(module, grid=Grids.from_sizes(rank, pp=2))
+        for rank, (module, _) in enumerate(stages)
+    ]
+    saved = memory.save([state for _, state in stages], savers)
+
+    names = [f"layer{rank}.{part}" for part in ("weight", "bias") for rank in range(2)]
+    groups = [{"lr": 0.0, "params": names[:3]}, {"lr": 0.0, "params": names[3:]}]
+    planner = LayoutAwareLoadPlanner()
+    memory.load(saved, [{"optim": {"state": {}, "param_groups": groups}}], [planner])
+    assert [0.5, 0.5] == [group["lr"] for group in groups]
+    assert [names[:3], names[3:]] == [group["params"] for group in groups]
+
+    more = [{"lr": 0.0, "params": [*names, "layer2.weight"]}]
+    with pytest.raises(MissingKeyError, match=r"optim\.param_groups\.layer2\.weight: not in"):
+        wanted = {"optim": {"state": {}, "param_groups": more}}
+        memory.load(saved, [wanted], [LayoutAwareLoadPlanner()])
+    assert 0.0 == more[0]["lr"]
 
 
 def replicas():
