@@ -7,7 +7,7 @@
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -258,7 +258,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
 
     def _named(self, paths: list[Path], raw: list[Any]) -> list[Named]:
         """Returns the values by parameter name; lists of parameter groups go to `_groups`."""
-        for section, members in group_members(paths, raw, self._table, self._ids).items():
+        found = group_members(paths, raw, self._table, self._ids, self._saved_by_name)
+        for section, members in found.items():
             holder = reach(self._root, section)
             prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
             groups = GroupLoad(section, holder["param_groups"], members, prefix, self._saved)
@@ -270,6 +271,17 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         if everything is None:
             return [Named(path, number) for number, path in enumerate(paths)]
         return [named for named in everything if not any(named.path[: len(t)] == t for t in taken)]
+
+    def _saved_by_name(self, section: Path, names: Sequence[str]) -> bool:
+        """Whether the checkpoint has the options of any of these parameters under its name."""
+        prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
+        options = {
+            option for group in reach(self._root, section)["param_groups"] for option in group
+        }
+        stored = self._saved.stored
+        return f"{prefix}.0.params" not in stored and any(
+            f"{prefix}.{name}.{option}" in stored for name in names for option in options
+        )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Returns the plans as they are: every rank has planned for itself."""
@@ -372,8 +384,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         for group in self._requests.groups:
             missing = group.finish(self._policies.missing == "error")
             if missing and self._policies.missing == "error":
-                raise CheckpointError(
-                    summary(f"{key}: not in the checkpoint" for key in missing)
+                raise MissingKeyError(
+                    summary(f"{key}: not in the checkpoint." for key in missing)
                     + " Pass strict=False to load what there is."
                 )
             self.report.missing += missing

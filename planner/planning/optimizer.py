@@ -14,7 +14,7 @@
 | the same with pipeline stages or experts, where each rank has other names | `param_groups.{fqn}.{option}`, torch's flattened form |
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +124,23 @@ def by_name(
 
 
 def group_members(
-    paths: Sequence[Path], values: Sequence[Any], table: LayoutTable, ids: Mapping[int, str]
+    paths: Sequence[Path],
+    values: Sequence[Any],
+    table: LayoutTable,
+    ids: Mapping[int, str],
+    saved_by_name: Callable[[Path, Sequence[str]], bool] = lambda section, names: False,
 ) -> dict[Path, list[list[Forms]]]:
     """Returns the names on disk of the parameters of each group, for each list of groups.
 
-    Optimizer states without a model that knows their parameters are left out.
+    Optimizer states without a model that knows their parameters are left out, unless the
+    checkpoint has their options by the names that the groups list.
+
+    Args:
+        paths: Path of each value.
+        values: The values; only those of `param_groups` are looked at.
+        table: The model's layouts.
+        ids: Names of a raw optimizer state's integers, if they are known.
+        saved_by_name: Whether a checkpoint has the options of a section's parameters by name.
     """
     found = {}
     for section in _group_sections(paths):
@@ -138,6 +150,11 @@ def group_members(
                 [value_forms(table, section, fqn) for fqn in listed]
                 for _, listed in sorted(members.groups.items())
             ]
+            continue
+        groups = [listed for _, listed in sorted(_listed(section, paths, values).items())]
+        names = [name for listed in groups for name in listed]
+        if all(isinstance(name, str) for name in names) and saved_by_name(section, names):
+            found[section] = [[((name,),) for name in listed] for listed in groups]
     return found
 
 
@@ -152,6 +169,17 @@ def numberings(
             sizes = tuple(len(listed) for _, listed in sorted(members.groups.items()))
             found[section] = Numbering(members.ids, sizes)
     return found
+
+
+def _listed(
+    section: Path, paths: Sequence[Path], values: Sequence[Any], key: str = "params"
+) -> dict[int, list[Any]]:
+    """Returns what each group of an optimizer lists under a key, by the group's number."""
+    return {
+        path[-2]: list(value)
+        for path, value in zip(paths, values, strict=True)
+        if len(path) == len(section) + 3 and path[:-2] == (*section, _GROUPS) and path[-1] == key
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +214,11 @@ def _members(
     ids: Mapping[int, str],
 ) -> _Members | None:
     """Returns the parameters of an optimizer; None where there is no model to know them."""
-    found: dict[int, list[Any]] = {}
-    names: dict[int, list[str]] = {}
-    for path, value in zip(paths, values, strict=True):
-        rest = path[len(section) :]
-        if path[: len(section)] == section and len(rest) == 3 and rest[0] == _GROUPS:
-            if rest[2] == "param_names":
-                names[rest[1]] = [str(name) for name in value]
-            elif rest[2] == "params":
-                found[rest[1]] = list(value)
+    found = _listed(section, paths, values)
+    names = _listed(section, paths, values, "param_names")
     known = dict(ids)
     for group, listed in names.items():
-        known.update(zip(found.get(group, []), listed, strict=False))
+        known.update(zip(found.get(group, []), map(str, listed), strict=False))
     if not any(chunk.layouts for chunk in table.chunks):
         _refuse_numbers(section, table)
         return None

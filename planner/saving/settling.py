@@ -174,10 +174,19 @@ def _differ(
     ]
     how = "" if forms[0] == forms[1] else f" ({forms[0]} and {forms[1]})"
     a, b = global_rank(messages, a), global_rank(messages, b)
+    advice = (
+        "Make them equal, give each its own key, or wrap the value in PerRank if every rank is "
+        "meant to have its own."
+    )
+    if "param_groups" in first.path:
+        advice = (
+            "Make them equal. If each rank optimizes other parameters, pass the model and grid= to "
+            "the planner, or save the options by parameter name with "
+            "StateDictOptions(flatten_optimizer_state_dict=True)."
+        )
     return RanksDisagreeError(
         f"{first.key}: ranks {a} and {b} hold different values under this key{how}, and no layout "
-        "explains it. Make them equal, give each its own key, or wrap the value in PerRank if "
-        "every rank is meant to have its own."
+        f"explains it. {advice}"
     )
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shardplan.layouts import Cut, DTensorStorage, ExpertGrid, FSDPFlatBuffer, Grid, Grids
 from shardplan.planner import (
     CheckpointError,
     LayoutAwareLoadPlanner,
     LayoutAwareSavePlanner,
+    MissingKeyError,
     PerRank,
     RanksDisagreeError,
     UnstorableValueError,
@@ -299,6 +301,69 @@ def test_options_that_differ_between_such_optimizers_are_refused():
     states = [options(s, 0.5 if r < 2 else 0.25, 3.0) for r, s in enumerate(HELD["cuts"])]
     with pytest.raises(RanksDisagreeError, match=r"optim\.param_groups\.b\.lr: rank 2 has another"):
         memory.save(states, savers)
+
+
+def trained(rank, flatten):
+    """The model and optimizer state of one of two pipeline stages, each with its own layer."""
+    module = torch.nn.Module()
+    module.register_module(f"layer{rank}", torch.nn.Linear(2, 3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    chosen = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    state = get_optimizer_state_dict(module, optimizer, options=chosen)
+    return module, {"optim": state}
+
+
+def test_options_of_ranks_that_train_other_parameters_name_two_ways_out():
+    stages = [trained(rank, flatten=False) for rank in range(2)]
+    states = [state for _, state in stages]
+    advice = (
+        r"^optim\.param_groups\.0\.params: ranks 0 and 1 hold different values .* pass the model "
+        r"and grid= to the planner, or .* StateDictOptions\(flatten_optimizer_state_dict=True\)\.$"
+    )
+    with pytest.raises(RanksDisagreeError, match=advice):
+        memory.save(states, replicas())
+
+    savers = [
+        LayoutAwareSavePlanner(module, grid=Grids.from_sizes(rank, pp=2))
+        for rank, (module, _) in enumerate(stages)
+    ]
+    assert_rates_saved(memory.save(states, savers))
+    flat = [trained(rank, flatten=True)[1] for rank in range(2)]
+    assert_rates_saved(memory.save(flat, replicas()))
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_options_saved_by_name_load_into_a_list_without_a_model(flatten):
+    stages = [trained(rank, flatten) for rank in range(2)]
+    savers = [
+        LayoutAwareSavePlanner(module, grid=Grids.from_sizes(rank, pp=2))
+        for rank, (module, _) in enumerate(stages)
+    ]
+    saved = memory.save([state for _, state in stages], savers)
+
+    names = [f"layer{rank}.{part}" for part in ("weight", "bias") for rank in range(2)]
+    groups = [{"lr": 0.0, "params": names[:3]}, {"lr": 0.0, "params": names[3:]}]
+    planner = LayoutAwareLoadPlanner()
+    memory.load(saved, [{"optim": {"state": {}, "param_groups": groups}}], [planner])
+    assert [0.5, 0.5] == [group["lr"] for group in groups]
+    assert [names[:3], names[3:]] == [group["params"] for group in groups]
+
+    more = [{"lr": 0.0, "params": [*names, "layer2.weight"]}]
+    with pytest.raises(MissingKeyError, match=r"optim\.param_groups\.layer2\.weight: not in"):
+        wanted = {"optim": {"state": {}, "param_groups": more}}
+        memory.load(saved, [wanted], [LayoutAwareLoadPlanner()])
+    assert 0.0 == more[0]["lr"]
+
+
+def replicas():
+    grids = [Grids.from_sizes(rank, dp_replicate=2) for rank in range(2)]
+    return [LayoutAwareSavePlanner(grid=grid) for grid in grids]
+
+
+def assert_rates_saved(saved):
+    rates = {key for key in saved.metadata.state_dict_metadata if key.endswith(".lr")}
+    names = [f"layer{rank}.{part}" for rank in range(2) for part in ("weight", "bias")]
+    assert {f"optim.param_groups.{name}.lr" for name in names} == rates
 
 
 # The writer, and drivers other than dcp.save ---------------------------------------------------------
