@@ -211,7 +211,9 @@ def dtensor_cuts(param: ParamInfo) -> Cuts:
     marks = tuple(None if p.is_replicate() else _mark(p) for p in placements)
     axes = _grid_axes(mesh, param.grid)
     try:
-        return _cuts_of(param.local_shape, mesh_axes(mesh), axes, marks, param.grid)
+        return _cuts_of(
+            param.local_shape, mesh_axes(mesh), tuple(mesh.shape), axes, marks, param.grid
+        )
     except _NoCuts as error:
         raise param.fail(*error.args) from None
 
@@ -240,7 +242,7 @@ def _grid_axes(mesh: Any, grid: Grid) -> tuple[str | None, ...]:
 
 def _axis_by_ranks(mesh: Any, dim: int, grid: Grid) -> str | None:
     """Returns the grid's axis that has the ranks of a mesh's, if ranks are numbered as the grid is."""
-    place = mesh.get_coordinate()
+    place = mesh.get_coordinate() if hasattr(mesh, "get_coordinate") else None
     if place is None or int(mesh.mesh[tuple(place)]) != grid.linear(grid.axes):
         return None
     along = (*place[:dim], slice(None), *place[dim + 1 :])
@@ -255,19 +257,20 @@ def _axis_by_ranks(mesh: Any, dim: int, grid: Grid) -> str | None:
 def _cuts_of(
     shape: Shape,
     names: tuple[str, ...],
+    sizes: Shape,
     axes: tuple[str | None, ...],
     marks: tuple[tuple[int, int] | str | None, ...],
     grid: Grid,
 ) -> Cuts:
     """Returns the cuts of placements; a model has few kinds of them and many parameters."""
     cuts: list[Cut] = []
-    for name, axis, mark in zip(names, axes, marks, strict=True):
+    for name, size, axis, mark in zip(names, sizes, axes, marks, strict=True):
         if mark is None:
             continue
         if axis is None:
             known = ", ".join(f"{a} {n}" for a, n in zip(grid.axes, grid.sizes, strict=True))
             raise _NoCuts(
-                f"its mesh axis {name!r} is not one of the grid's axes ({known})",
+                f"its mesh axis {name!r} of size {size} is not one of the grid's axes ({known})",
                 "Pass the grid that the mesh was made from (grid=Grids.from_mesh(mesh)), or name "
                 "the mesh's axes as the grid's.",
             )

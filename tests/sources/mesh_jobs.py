@@ -1,6 +1,5 @@
 """What real ranks do with DTensors on meshes that have only some of them, or whose root has no names."""
 
-import logging
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from shardplan.planner import (
     SafetensorsReader,
     SafetensorsWriter,
 )
-
-logging.getLogger("shardplan").setLevel(logging.ERROR)  # that ranks send each other boxes
 
 
 def save(state: dict[str, Any], path: str, storage: str, planner: Any) -> None:

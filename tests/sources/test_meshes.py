@@ -147,7 +147,9 @@ def test_axes_of_a_mesh_by_the_ranks_along_them(on_rank):
     both = [[4, 5], [6, 7]]
     expected = (Cut(0, "dp_shard"), Cut(1, "tp"))
     assert expected == on_rank(5, 8, lambda: cuts(both, Shard(0), Shard(1)))
-    text = r"^w: its mesh axis 'axis0' is not one of the grid's axes \(pp 2, dp_replicate 1"
+    text = (
+        r"^w: its mesh axis 'axis0' of size \d is not one of the grid's axes \(pp 2, dp_replicate 1"
+    )
     for ranks in ([5, 6], [4, 5, 6, 7], [7, 5]):
         with pytest.raises(LayoutError, match=text):
             on_rank(5, 8, lambda ranks=ranks: cuts(ranks, Shard(0)))

@@ -1,5 +1,6 @@
 """A save that fails ends on all ranks, soon, and leaves what was there; nothing half is ever loaded."""
 
+import json
 import shutil
 import threading
 import time
@@ -140,6 +141,30 @@ def test_leftovers_of_a_killed_attempt_are_no_part_of_the_next(tmp_path):
     assert loaded(tmp_path) == 2
     assert not stale.exists() and not old.exists()
     assert nobody.exists(), "a folder that no claim names is somebody else's"
+
+
+GONE = json.dumps({"beat": 3, **this_process(), "pid": 2**22 + 1})  # more than any process has
+
+
+@pytest.mark.parametrize(
+    ("files", "kept"),
+    [
+        ({"00001.failed": "{}", "00001-of-00002.safetensors": "x"}, False),
+        ({"00000.beat": GONE, "00001-of-00002.safetensors": "x"}, False),
+        ({"00000.failed": "{}"}, False),
+        ({"00001-of-00002.safetensors": "x", "00001.beat": "1"}, True),
+        ({"00000.beat": json.dumps(this_process()), "00001.failed": "{}"}, True),
+    ],
+    ids=["others waited in vain", "leader killed", "leader failed", "no leader yet", "alive"],
+)
+def test_saves_that_made_no_claim_are_cleared_if_they_never_can(tmp_path, files, kept):
+    orphan = tmp_path / "0123456789abcdef"
+    orphan.mkdir()
+    for name, text in files.items():
+        (orphan / name).write_text(text)
+    assert save(tmp_path, 1) == [None, None]
+    assert loaded(tmp_path) == 1
+    assert kept == orphan.exists()
 
 
 def test_claim_of_a_live_process_is_not_taken_over_before_it_falls_silent(tmp_path):

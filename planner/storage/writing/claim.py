@@ -244,8 +244,8 @@ def clear(files: Files, claim: Claim, replaced: Commit | None) -> None:
     """Deletes what a save that is published now leaves behind; called by its leader.
 
     That is the checkpoint it replaces, and what saves left that can never be published: those of
-    earlier claims, and those whose leader failed before it made one. What belongs to nobody known
-    stays.
+    earlier claims, and those whose leader failed or was killed before it made one. What belongs to
+    nobody known stays.
     """
     earlier = [number for number in claims(files) if number < claim.generation]
     dead = {read_claim(files, number).save for number in earlier}
@@ -254,10 +254,24 @@ def clear(files: Files, claim: Claim, replaced: Commit | None) -> None:
     for name in files.names(""):
         if not is_save(name) or name == claim.save:
             continue
-        if name in dead or f"{0:05d}.failed" in files.names(name):
+        if name in dead or _never_begins(files, name):
             files.delete_folder(name)
     files.forget_published(claim.generation, _KEPT)
     files.delete(STOCK)
     for number in earlier:
         if number <= claim.generation - _KEPT:
             files.delete(_name(number))
+
+
+def _never_begins(files: Files, save: str) -> bool:
+    """Whether a save without a claim has a leader that can make none any more."""
+    names = files.names(save)
+    if f"{0:05d}.failed" in names:
+        return True
+    raw = files.read(beat_name(save, 0))
+    if raw is None:  # killed before its first sign of life, if others have waited in vain for one
+        return any(name.endswith(".failed") for name in names)
+    try:
+        return has_ended(json.loads(raw))
+    except (ValueError, AttributeError):
+        return False

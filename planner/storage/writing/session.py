@@ -105,8 +105,7 @@ class Session:
         if not self.leads and self._leader_error() is not None:
             raise self._given_up()
         self.files.make_folder(self.save)
-        own = json.dumps(this_process()).encode()
-        if not self.files.create_new(beat_name(self.save, self.place), own):
+        if not self.files.create_new(beat_name(self.save, self.place), self._sign()):
             raise SaveConflictError(
                 f"{self.files.root}: place {self.place} of save {self.save} is taken. Are two ranks "
                 "at one place of the grid, or was save_id= given to an earlier save too? Give every "
@@ -129,7 +128,11 @@ class Session:
     def beat(self) -> None:
         """Gives a sign of life."""
         self._beats += 1
-        self.files.put(beat_name(self.save, self.place), str(self._beats).encode())
+        self.files.put(beat_name(self.save, self.place), self._sign())
+
+    def _sign(self) -> bytes:
+        """Returns a sign of life, which also tells a later save whose it is."""
+        return json.dumps({"beat": self._beats, **this_process()}).encode()
 
     def _adopt(self) -> Claim:
         """Waits for the claim of this launch's leader, where there is no process group to ask."""
