@@ -1,10 +1,5 @@
 """The proof that the slabs of all ranks cover every global element exactly once.
 
-| name | does |
-|---|---|
-| `tiling_faults` | what is wrong with a set of boxes that should tile a tensor |
-| `prove` | checks a layout over all coordinates of the axes that it uses |
-
 Near-linear in the number of boxes: boxes are grouped by their range on one dim after another,
 and only groups that overlap in part are cut further.
 """

@@ -1,12 +1,4 @@
-"""The expert-parallel grid: a rank's local experts under their global index.
-
-| name | is |
-|---|---|
-| `ExpertGrid` | the provider |
-| `ExpertName` | where the expert's index stands in a parameter's name |
-| `expert_name` | finds it, by whole tokens: one rule for every part of the library |
-| `cut_by_experts` | whether a DTensor says itself that it belongs to experts |
-"""
+"""The expert-parallel grid: a rank's local experts under their global index."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -245,11 +237,7 @@ def _check_block(param: ParamInfo, indices: list[int]) -> None:
 
 
 def global_expert_index(grid: Grid, local_expert_index: int, num_experts: int) -> int:
-    """Returns the global index of a rank's local expert.
-
-    Raises:
-        LayoutError: If the experts do not divide by the ep size, or the index is not local.
-    """
+    """Returns the global index of a rank's local expert."""
     info = ParamInfo("experts", (), grid, is_expert=True)
     count = ExpertGrid(num_experts)._local_count(info, None) or 0
     return ExpertIndex(local_expert_index, count).expert_index(grid)

@@ -1,11 +1,5 @@
 """Named mesh axes with sizes, and one rank's coordinate on each.
 
-| name | is |
-|---|---|
-| `Grid` | the axes of one kind of parameter and one rank's coordinate |
-| `Grids` | the dense grid and the expert grid of one rank, and how to make them |
-| `ep_rank_and_size` | a model's own expert-parallel rank and size, unset told from None |
-
 Process groups and meshes are read here once and become integers; nothing is sent.
 """
 

@@ -97,16 +97,7 @@ def fused(split: Concat, over: int) -> tuple[Concat, "Fuse | Join"]:
 def _weave(
     boxes: Iterable[Box], dim: int, size: int, stride: int, base: int, groups: int
 ) -> Iterable[Box]:
-    """Yields boxes of one component in the joined tensor.
-
-    Args:
-        boxes: The component's boxes.
-        dim: Dim along which they are cut.
-        size: Rows of the component in one group.
-        stride: Rows of one group of the joined tensor.
-        base: First row of the component in a group.
-        groups: Number of groups.
-    """
+    """Yields boxes of one component in the joined tensor."""
     for box in boxes:
         if groups == 1 or size == stride:
             yield box.move(dim, base)

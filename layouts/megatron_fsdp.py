@@ -1,13 +1,5 @@
 """Megatron-FSDP's flat buffers, read from live parameters; Megatron itself is not imported.
 
-| name | does |
-|---|---|
-| `is_managed` | whether Megatron-FSDP keeps a parameter, in either of its versions |
-| `storage` | a parameter's place in its buffer, from which any rank's slice follows |
-| `rank_shape` | a parameter's shape on its tensor-parallel rank, before any FSDP cut |
-| `version_2_group` | the group that version 2 keeps a parameter in |
-| `dist_index_grids` | the grids of a model that carries Megatron-FSDP's meshes and no groups |
-
 | strategy | what a rank stores of a parameter in a state dict |
 |---|---|
 | `no_shard` | all of it |

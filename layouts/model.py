@@ -1,13 +1,5 @@
 """Reads a live model once: the parameters that providers are asked about.
 
-| name | does |
-|---|---|
-| `model_layouts` | the layout of every parameter and buffer of a model |
-| `own_paths` | the names of a model's modules without those of its wrappers |
-| `own_names` | the names of its parameters without them |
-| `clean_name` | strips what may be of wrappers, to compare names |
-| `carried_pg_collection` | finds the `pg_collection` that a model carries, at any wrapper level |
-
 Modules and tensors are read by their attributes; torch is not imported.
 """
 

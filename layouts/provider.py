@@ -1,13 +1,5 @@
 """What a layout provider is, and what it is asked about.
 
-| name | is |
-|---|---|
-| `LayoutProvider` | the protocol: a name, a level, `claims` and `stages` |
-| `Level` | where in the chain a provider's stages go |
-| `ParamInfo` | the parameter in question: names, shapes, grid, and the live objects if there are any |
-| `attribute` | an attribute of a module or a config, quickly where there is none |
-| `matcher` | whole-name patterns with `*`, for the providers' explicit forms |
-
 A provider answers with data. It is pure and deterministic, and it asks no other rank.
 """
 

@@ -1,10 +1,4 @@
-"""From parameters and providers to layouts.
-
-| name | is |
-|---|---|
-| `LayoutRegistry` | providers in order, checked; makes a parameter's layout |
-| `installed_layouts` | the providers that other packages register as `shardplan.layouts` |
-"""
+"""From parameters and providers to layouts."""
 
 from collections.abc import Iterable
 from importlib.metadata import entry_points

@@ -1,12 +1,5 @@
 """Boxes of global tensors and the strided view of local storage that fills each of them.
 
-| name | is |
-|---|---|
-| `Slab` | one box of one global tensor, and where its elements lie in this rank's storage |
-| `Box` | the same while a layout is evaluated: not yet named, in the coordinates of its frame |
-| `Frame` | a tensor that a chain of stages has reached, with the boxes of it that a rank holds |
-| `flat_boxes` | the boxes of a row-major tensor that a flat range covers |
-
 All numbers count elements. Nothing here imports torch.
 """
 

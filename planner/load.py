@@ -1,9 +1,4 @@
-"""The load planner: the same layouts as the save, the other way round.
-
-| name | is |
-|---|---|
-| `LayoutAwareLoadPlanner` | the planner for `dcp.load` |
-"""
+"""The load planner: the same layouts as the save, the other way round."""
 
 import dataclasses
 import io

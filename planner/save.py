@@ -1,9 +1,4 @@
-"""The save planner: every rank writes down its part of the checkpoint alone.
-
-| name | is |
-|---|---|
-| `LayoutAwareSavePlanner` | the planner for `dcp.save` and `dcp.async_save` |
-"""
+"""The save planner: every rank writes down its part of the checkpoint alone."""
 
 import copy
 import dataclasses

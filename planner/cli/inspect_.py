@@ -239,13 +239,7 @@ def _ranges(numbers: set[int]) -> str:
 
 
 def _entry(key: str, stored: Any, chunks: bool) -> dict[str, Any]:
-    """Returns what is known of one key, for JSON.
-
-    Args:
-        key: The key.
-        stored: Its metadata.
-        chunks: Whether to list every chunk.
-    """
+    """Returns what is known of one key, for JSON."""
     if not isinstance(stored, TensorStorageMetadata):
         return {"key": key, "kind": "object"}
     found: dict[str, Any] = {

@@ -1,10 +1,4 @@
-"""Where what is read goes: into a tensor, a number, a place in the state dict.
-
-| name | is |
-|---|---|
-| `Target` | where what is read for one key goes |
-| `Delivery` | puts it there, and converts a number only if it stays the same |
-"""
+"""Where what is read goes: into a tensor, a number, a place in the state dict."""
 
 import dataclasses
 from typing import Any

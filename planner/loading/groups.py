@@ -1,10 +1,4 @@
-"""`param_groups` at load: options come back by parameter name, whatever the groups were.
-
-| name | is |
-|---|---|
-| `GroupLoad` | one optimizer's `param_groups` list: what to read, and how to put it together |
-| `EqualValues` | one value that was saved under several names: one step of stacked experts |
-"""
+"""`param_groups` at load: options come back by parameter name, whatever the groups were."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

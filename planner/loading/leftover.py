@@ -1,10 +1,4 @@
-"""Keys of a checkpoint that nothing in a load accounts for.
-
-| name | does |
-|---|---|
-| `unexpected_keys` | the keys of the loaded sections that no shard of the model would ask for |
-| `unfilled` | empty containers for which the checkpoint has values of this rank's parameters |
-"""
+"""Keys of a checkpoint that nothing in a load accounts for."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate

@@ -140,11 +140,7 @@ class NumberedState:
 
 
 def check_numbers(key: str, saved: Sequence[Any], live: range) -> None:
-    """Compares the numbers of a saved group's parameters with those of the live one.
-
-    Raises:
-        CheckpointError: If they are not the same.
-    """
+    """Compares the numbers of a saved group's parameters with those of the live one."""
     if len(saved) != len(live):
         raise CheckpointError(
             f"{key}: the checkpoint numbers the {len(saved)} parameters of this group, and the live "

@@ -1,10 +1,4 @@
-"""What a checkpoint holds, as a load asks for it: keys, chunks that meet a box, coverage.
-
-| name | is |
-|---|---|
-| `Saved` | a checkpoint's metadata with the look-ups that a load needs |
-| `Meeting` | the part of a saved chunk that lies in a requested box |
-"""
+"""What a checkpoint holds, as a load asks for it: keys, chunks that meet a box, coverage."""
 
 import math
 from bisect import bisect_left, bisect_right

@@ -1,9 +1,4 @@
-"""What a rank asks a checkpoint for: read items, and every fault found while planning them.
-
-| name | is |
-|---|---|
-| `Requests` | the read items of one load, their targets, and what does not fit |
-"""
+"""What a rank asks a checkpoint for: read items, and every fault found while planning them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,9 +1,4 @@
-"""Tied tensors at load: several keys that fill one memory.
-
-| name | is |
-|---|---|
-| `Twins` | decides which of the keys is read, and whether the others agree with it |
-"""
+"""Tied tensors at load: several keys that fill one memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,11 +1,4 @@
-"""One call to save and one to load, for a Megatron training loop.
-
-| name | does |
-|---|---|
-| `save_checkpoint` | saves model, optimizer and what else a loop keeps |
-| `load_checkpoint` | loads them into any parallel configuration |
-| `Loaded` | what a load found |
-"""
+"""One call to save and one to load, for a Megatron training loop."""
 
 import copy
 import dataclasses

@@ -1,10 +1,5 @@
 """Word embeddings of which a later pipeline stage keeps a copy, for its output layer or for MTP.
 
-| name | does |
-|---|---|
-| `copied_names` | which parameters of a chunk are such copies |
-| `EmbeddingCopies` | the provider that names a copy as what it is a copy of |
-
 The first stage saves the embedding, its moments and its options; the copy, which training keeps
 equal, is left out of a save and filled from the same keys by a load. So the checkpoint opens with
 any number of stages.

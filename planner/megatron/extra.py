@@ -1,9 +1,5 @@
 """What modules keep beside parameters and buffers (`_extra_state`), such as histories of fp8 scales.
 
-| name | does |
-|---|---|
-| `extra_states` | finds the modules that have some, by names that hold in every configuration |
-
 They are a section of their own, `extra_state`. A module is named by its parameters: with the
 layer's global number, and the expert's. Megatron-LM leaves all of it out of its checkpoints.
 """

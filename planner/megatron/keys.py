@@ -1,12 +1,5 @@
 """The keys of Megatron-LM's `fsdp_dtensor` checkpoints: with wrappers' prefixes, scalars by component.
 
-| name | is |
-|---|---|
-| `FsdpDtensorNames` | finds parameters and keeps the wrappers' tokens before a name |
-| `by_component` | a state dict whose optimizer scalars stand with each component |
-| `FsdpDtensorSavePlanner` | the save planner whose checkpoints Megatron-LM loads |
-| `whole_projections` | the providers for projections as Megatron-LM's own loop keeps them |
-
 | value | key |
 |---|---|
 | weight | `model.module.decoder.layers.0.mlp.linear_fc1.weight_w` |
@@ -120,11 +113,6 @@ def by_component(names: FsdpDtensorNames, chunks: Iterable[Chunk], state: Any) -
     """Returns a state dict in which a fused parameter's scalars stand with each component.
 
     Tensors that are laid out as their parameter stay under its name; the planner splits those.
-
-    Args:
-        names: Finds the parameters.
-        chunks: The model's chunks.
-        state: A nested state dict; it is not changed.
     """
     kept = tuple(chunks)
 

@@ -1,13 +1,5 @@
 """Names of parameters across ranks, for tools; with integers they need no process group.
 
-| name | does |
-|---|---|
-| `get_ep_layer_offset` | global index of a rank's first expert |
-| `expert_global_key`, `expert_local_key` | an expert's key by its global index, and back |
-| `global_param_name` | the name that one parameter has in every parallel configuration |
-| `param_to_group_names` | which group each parameter is in, by that name |
-| `ep_rank_and_size` | a model's own expert-parallel rank and size, at any wrapper level |
-
 All go by the model's own expert grid. Where neither integers nor a collection are given,
 Megatron's global grid counts if Megatron is imported and initialised, else expert parallelism is
 off.

@@ -1,10 +1,5 @@
 """Flat optimizer shards of Megatron's `DistributedOptimizer` over DDP, as explicit storage.
 
-| name | does |
-|---|---|
-| `ddp_shards` | the provider for a live model and optimizer, if its state is cut so |
-| `param_range_shards` | the provider from each rank's `param_range_map`, offline |
-
 The model's weights are whole on each data-parallel rank; the optimizer's state is what the rank's
 slice of the gradient buffer holds, cut anywhere, also in mid-row. The buffer's own index says
 where a parameter lies in its bucket, so any rank's slice follows.

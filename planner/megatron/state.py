@@ -1,14 +1,5 @@
 """A Megatron model and its optimizer as a state dict, and back, by the parameters' own names.
 
-| name | does |
-|---|---|
-| `model_state` | the model's sections: `model`, or `model0`, `model1`, … of a virtual pipeline |
-| `optimizer_state` | the optimizer's sections: each parameter's state and its group's options |
-| `initialize_state` | makes the optimizer's tensors exist before a load |
-| `keep_live_options` | leaves out of a load the options that were not saved |
-| `leave_out_masters` | and the weights in higher precision that were not |
-| `finish_load` | passes on what was loaded in place: group options, copies of weights |
-
 Megatron's own `sharded_state_dict` names experts by the global expert grid; here parameters are
 named by their place in the model, and the planner's layouts know the model's own grid. State is
 taken where it is: on ranks that hold no part of a parameter there may be none.

@@ -1,11 +1,4 @@
-"""What one rank holds: the state dict's values sorted into parameters, slots and extras.
-
-| name | is |
-|---|---|
-| `Holding` | one value that belongs to a parameter |
-| `Holdings` | all values of a state dict, checked against the layouts |
-| `sort_values` | makes them |
-"""
+"""What one rank holds: the state dict's values sorted into parameters, slots and extras."""
 
 import dataclasses
 from collections.abc import Sequence

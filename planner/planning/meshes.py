@@ -1,13 +1,5 @@
 """The grids that DTensors' own meshes describe, where no process groups were given.
 
-| name | is |
-|---|---|
-| `grids_from_tensors` | the dense and the expert grid of a model's DTensors |
-| `MeshGroups` | DTensors sorted by the grid that their meshes belong to |
-| `grid_of_meshes` | one grid for meshes that were cut from one root mesh |
-| `is_placed` | whether all ranks that save have a DTensor, or the model's grid knows its mesh |
-| `are_replicas` | whether the ranks of a mesh's sisters hold the same values, by its root's names |
-
 A mesh may be cut from its root in three ways, and the grid follows each:
 
 | cut | mesh of a tensor | axes of the grid |
@@ -125,14 +117,7 @@ def are_replicas(mesh: Any, world: int) -> bool:
 
 
 def grid_of_meshes(meshes: dict[Any, str]) -> Grid:
-    """Returns the grid that several meshes belong to.
-
-    Args:
-        meshes: The meshes, each with the name of a tensor on it, for errors.
-
-    Raises:
-        UnplacedError: If they were not cut from one root, or their axes overlap in part.
-    """
+    """Returns the grid that several meshes belong to."""
     roots = {root_mesh(mesh): fqn for mesh, fqn in meshes.items()}
     root = max(roots, key=lambda mesh: int(mesh.size()))
     names = set(mesh_axes(root))

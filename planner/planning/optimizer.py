@@ -1,11 +1,5 @@
 """Optimizer state by parameter name: integers and positions become names before a save.
 
-| name | does |
-|---|---|
-| `optimizer_names` | which integer of a raw `optimizer.state_dict()` is which parameter |
-| `by_name` | renames the values of optimizer states in a flattened state dict |
-| `group_members` | the names on disk of the parameters of each group |
-
 | what the state dict has | what is saved |
 |---|---|
 | `state.{fqn}.{slot}` | the same, experts under their global name |
@@ -256,13 +250,7 @@ def _name(path: Path, number: Any, ids: Mapping[int, str]) -> str:
 
 
 def value_forms(table: LayoutTable, section: Path, fqn: str) -> Forms:
-    """Returns the names on disk of a parameter's scalars, for each form it may have there.
-
-    Args:
-        table: The model's layouts.
-        section: Path of the optimizer state that names the parameter.
-        fqn: Its name there.
-    """
+    """Returns the names on disk of a parameter's scalars, for each form it may have there."""
     for chunk in _chunks(table, section):
         layout = chunk.layouts.get(fqn)
         if layout is not None:

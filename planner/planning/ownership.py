@@ -1,11 +1,5 @@
 """Who writes what: of the replicas of a slab exactly one writes each element, and all take turns.
 
-| name | does |
-|---|---|
-| `parts` | cuts a slab that several replicas hold into one part for each, if it is large |
-| `Turns` | deals small slabs to replicas so that their loads stay equal |
-| `writer_of_value`, `value_writers` | the coordinate that writes a parameter's scalar |
-
 Each rule depends on nothing but layouts and integers that all replicas share, so every replica
 comes to the same answer alone.
 """

@@ -1,11 +1,4 @@
-"""The layouts of everything that one rank may hold, made once from the model.
-
-| name | is |
-|---|---|
-| `Chunk` | one module with its grids and layouts |
-| `LayoutTable` | all chunks of the model that a planner was given |
-| `build_table` | reads the model, the process groups or the integers, and the providers |
-"""
+"""The layouts of everything that one rank may hold, made once from the model."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,10 +1,5 @@
 """Tied tensors: two keys, one memory, one stored copy.
 
-| name | is |
-|---|---|
-| `shared_memory` | which of a state dict's tensors are the same memory as an earlier one |
-| `with_aliases` | DCP's metadata in which some keys are other names of stored ones |
-
 A tied weight is written once; its other key points to the same bytes, so that any reader finds
 both. At load:
 

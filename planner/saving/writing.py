@@ -1,11 +1,4 @@
-"""A rank's write items, from what it holds.
-
-| name | is |
-|---|---|
-| `Source` | where a write item's data comes from |
-| `WritePlan` | the items, their sources, and what the rank tells of them |
-| `write_plan` | makes it |
-"""
+"""A rank's write items, from what it holds."""
 
 import math
 from collections.abc import Mapping, Sequence

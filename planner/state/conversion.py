@@ -1,11 +1,4 @@
-"""Which changes of dtype and kind a load makes: only those that keep the value.
-
-| name | does |
-|---|---|
-| `DTypePolicy` | what may become what |
-| `conversion_fault` | why a tensor's dtype may not become another |
-| `exact_number` | a number as another kind, if nothing is lost |
-"""
+"""Which changes of dtype and kind a load makes: only those that keep the value."""
 
 import math
 from typing import Any, Literal

@@ -7,13 +7,6 @@
 | `ShardedTensor` | FSDP1, and torch's older sharding |
 | mesh and placements of a DTensor | where it lies on some of the ranks, and no layout knows the others |
 
-| name | does |
-|---|---|
-| `describes_itself` | whether a tensor does |
-| `describe` | what it says, checked |
-| `described_parameters` | which parameters of a model do |
-| `part_of` | the local tensor of one of its boxes |
-
 Such a tensor knows its own rank's boxes and nothing of the other ranks', so its boxes travel in
 DCP's plan step, as they do with stock planners. A layout knows them for every rank; where a
 parameter has one of a flat buffer, that is used and the tensor's own word is not asked for.

@@ -1,12 +1,5 @@
 """From a state dict to named values: which leaf belongs to which parameter, in which role.
 
-| name | is |
-|---|---|
-| `Place` | what stands around a parameter's name in a key: section, slot |
-| `Known` | names of parameters, found also with wrappers' tokens |
-| `Names` | finds the parameter that a path speaks of |
-| `reach`, `put` | what lies at a path of a state dict |
-
 The keys are those of stock DCP: path elements joined by dots. `model.layers.0.w` is the parameter
 `layers.0.w` in the section `model`; `optimizer.state.layers.0.w.exp_avg` is its slot `exp_avg`.
 """

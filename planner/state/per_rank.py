@@ -1,11 +1,5 @@
 """Values that differ between ranks on purpose: random state, the place in a data set.
 
-| name | is |
-|---|---|
-| `PerRank` | a value of which every rank has its own |
-| `Seat` | a rank's place among those that have values of their own |
-| `indices_saved` | of which ranks a checkpoint has values |
-
 | key in the state dict | keys on disk |
 |---|---|
 | `rng`: `PerRank(value)` | `rng.rank_0`, `rng.rank_1`, … |

@@ -1,11 +1,5 @@
 """Which tensors can be stored element by element, and which are refused by name.
 
-| name | does |
-|---|---|
-| `check_storable` | refuses a tensor that can't be stored or filled, by its key |
-| `storage_fault` | why it can't |
-| `overlaps` | whether elements share memory, so that it can be stored and not filled |
-
 What is stored is a dense, strided run of elements of one dtype. A tensor whose elements are not
 its own (a wrapper around packed integers and scales), are not all there (sparse) or are of unequal
 shapes (nested) would come back as something else, so it is refused with what to store instead.

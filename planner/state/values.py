@@ -1,12 +1,5 @@
 """Values that no layout explains: they must be equal on all ranks, and a digest tells.
 
-| name | does |
-|---|---|
-| `value_digest` | 16 hexadecimal digits over a value, equal for equal values in any process |
-| `same_value` | whether two values are equal, NaN being equal to NaN |
-| `to_bytes`, `from_bytes` | a value as DCP stores it, and back |
-| `classes_in` | the enums and dataclasses that a program itself holds |
-
 | value | comes back |
 |---|---|
 | numbers, text, bytes, `None`, tensors, nested lists, tuples, dicts, sets | always |

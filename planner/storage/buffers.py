@@ -1,12 +1,4 @@
-"""Host buffers of bounded size that a save or a load passes its bytes through.
-
-| name | is |
-|---|---|
-| `Buffer` | a run of host memory, page-locked where a GPU copies into or out of it |
-| `Buffers` | so many of them, lent and taken back; whoever asks for one more waits |
-| `Copies` | copies between a device and buffers, on a stream of their own |
-| `memory_of` | a contiguous host tensor's bytes, without a copy |
-"""
+"""Host buffers of bounded size that a save or a load passes its bytes through."""
 
 import queue
 from collections.abc import Sequence

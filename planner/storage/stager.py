@@ -1,10 +1,4 @@
-"""A stager for `dcp.async_save`: training waits for the bus, and for nothing else.
-
-| name | is |
-|---|---|
-| `PinnedStager` | an `AsyncStager` whose host memory is made once and used for every save |
-| `HostMemory` | one run of host memory, page-locked where there is a GPU |
-"""
+"""A stager for `dcp.async_save`: training waits for the bus, and for nothing else."""
 
 import contextlib
 import copy

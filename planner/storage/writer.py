@@ -1,9 +1,4 @@
-"""The storage writer: one safetensors file for each rank, and no message between them.
-
-| name | is |
-|---|---|
-| `SafetensorsWriter` | a `StorageWriter` for `dcp.save` and `dcp.async_save` |
-"""
+"""The storage writer: one safetensors file for each rank, and no message between them."""
 
 import contextlib
 import dataclasses

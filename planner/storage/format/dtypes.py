@@ -1,11 +1,4 @@
-"""Names of dtypes: in a manifest those of torch, in a data file those of safetensors.
-
-| name | is |
-|---|---|
-| `dtype_name`, `dtype_of` | a dtype as text in a manifest, and back |
-| `CODES`, `DTYPES` | safetensors' code of each dtype that it has, and back |
-| `stored_form`, `torch_form` | code and shape under which a chunk stands in a data file, and back |
-"""
+"""Names of dtypes: in a manifest those of torch, in a data file those of safetensors."""
 
 import torch
 

@@ -1,12 +1,5 @@
 """The header of a data file: a safetensors header that also says where each chunk belongs.
 
-| name | is |
-|---|---|
-| `Entry` | one tensor of the file: code, shape, place of its bytes |
-| `chunk_name`, `split_name` | a chunk's name in the file, from its key and offsets, and back |
-| `HeaderText` | a header being written; checksums and the save's id come last, their length is known |
-| `Header` | a header that was read and checked |
-
 The one invariant of a data file: the entries' bytes follow one another without hole or overlap,
 from the end of the header to the end of the file. It is proved in one sweep of a header.
 """

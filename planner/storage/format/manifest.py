@@ -1,10 +1,5 @@
 """The manifest of one pipeline stage: layouts as JSON, from which all chunks follow.
 
-| name | does |
-|---|---|
-| `manifest_to_json` | a `StageManifest` as plain data |
-| `manifest_from_json` | the manifest again, every number checked |
-
 It grows with the number of parameters and not with the number of ranks. Chains of stages
 that parameters share are written once; a parameter in a flat buffer adds its offset.
 """

@@ -1,10 +1,5 @@
 """Python values as JSON, never pickle: plain data comes back as it was, the rest is refused.
 
-| name | does |
-|---|---|
-| `to_plain` | a value as data that JSON can hold |
-| `from_plain` | the value again |
-
 Numbers, text, lists and dicts with text keys are themselves. Anything else is a dict with one key
 that begins with `$`:
 

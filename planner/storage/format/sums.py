@@ -1,11 +1,5 @@
 """Checksums: one for each block of a chunk, and one over them for the chunk.
 
-| name | is |
-|---|---|
-| `BLOCK` | bytes of a block; each chunk starts a new one |
-| `block_sum` | checksum of one block |
-| `chunk_sum` | checksum of a chunk from those of its blocks |
-
 A chunk of one block has that block's checksum. So a reader of whole chunks needs nothing but the
 header, and a reader of a part can check the blocks that it has read.
 """

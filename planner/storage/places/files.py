@@ -1,11 +1,4 @@
-"""Where a checkpoint's files lie: a folder of a POSIX file system, or what a URL names.
-
-| name | is |
-|---|---|
-| `files_at` | the place that a path or URL names |
-| `LocalFiles` | a folder of a POSIX file system |
-| `opened` | a data file for the time of a `with` block |
-"""
+"""Where a checkpoint's files lie: a folder of a POSIX file system, or what a URL names."""
 
 import contextlib
 import errno
@@ -180,11 +173,7 @@ class LocalFiles:
 
 
 def _move_new(path: Path, target: Path) -> None:
-    """Renames a file to a name that must not be there yet.
-
-    Raises:
-        FileExistsError: If it is.
-    """
+    """Renames a file to a name that must not be there yet."""
     try:
         os.link(path, target)  # unlike a rename it fails if the name is there
     except OSError as error:

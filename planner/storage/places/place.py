@@ -1,10 +1,5 @@
 """What the writer and the reader need of the place where a checkpoint's files lie.
 
-| name | is |
-|---|---|
-| `Files` | a place: small files, folders, data files |
-| `OutFile`, `InFile` | a data file that is written, one that is read |
-
 Names are relative to the checkpoint, with `/` between folders, and are made by this library:
 nothing that a checkpoint's files say is used as one.
 """

@@ -1,9 +1,5 @@
 """A place that fsspec knows: an object store, or another file system behind a URL.
 
-| name | is |
-|---|---|
-| `RemoteFiles` | the files of a checkpoint under a URL |
-
 What an object store does is all that is asked for: an object appears whole when its upload ends,
 objects are created unless they are there, read by byte range, listed and deleted. There is no
 rename and no sync. A data file is uploaded from its first byte to its last.

@@ -174,11 +174,7 @@ def take(
 
 
 def _wait_until_over(files: Files, claim: Claim, timeout: float, clock: Clock) -> None:
-    """Returns when a save can't be published any more, or has been.
-
-    Raises:
-        SaveConflictError: If its leader is alive.
-    """
+    """Returns when a save can't be published any more, or has been."""
     watch = Watch(max(timeout, 4 * claim.beat), clock, f"another save in {files.root}: {claim}")
     first: bytes | None = None
     while claim.state == OPEN:

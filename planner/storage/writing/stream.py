@@ -1,11 +1,5 @@
 """Streams chunks to a file: device → page-locked buffer → checksum → file, all at once.
 
-| name | is |
-|---|---|
-| `Piece` | one chunk that is to be written: where it stands in the file, what data it needs |
-| `Sink`, `Nowhere` | where bytes go |
-| `write_pieces` | writes all chunks and returns their checksums |
-
 Small chunks are gathered in a buffer and written with one call. A large chunk that lies contiguous
 in host memory is written from where it lies. Everything else passes through a buffer, so no more
 memory is needed than the buffers have. The calling thread resolves and copies; worker threads

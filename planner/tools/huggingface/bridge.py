@@ -1,10 +1,5 @@
 """Two layouts of the same parameters joined: any box of one side from boxes of the other.
 
-| name | is |
-|---|---|
-| `Bridge` | for each tensor of the far side, the parts of near tensors that fill it |
-| `build_bridge` | makes it from two sets of layouts, evaluated for one rank that holds everything |
-
 Both layouts say where the elements of one parameter lie; a part that both place is a part that can
 be copied. Nothing is read: a bridge is integers.
 """

@@ -1,10 +1,5 @@
 """The provider that leads on from global tensors to those of a Hugging Face checkpoint.
 
-| name | is |
-|---|---|
-| `Rule` | one kind of parameter: its name, its name there, the stages that reshape it |
-| `HuggingFaceNames` | the provider, at level FORMAT |
-
 A checkpoint in Hugging Face's form is one more layout: with this provider the load planner reads
 it into any parallel configuration, and `bridge` turns it into a checkpoint of our names and back.
 """

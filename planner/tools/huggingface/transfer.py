@@ -1,11 +1,4 @@
-"""Export to Hugging Face's form and import from it, streaming, in bounded memory.
-
-| name | does |
-|---|---|
-| `export_checkpoint` | writes `model-…-of-….safetensors`, the index and `config.json` |
-| `import_checkpoint` | writes a checkpoint of our names that any configuration loads |
-| `Plan` | what will be copied, before a byte is read |
-"""
+"""Export to Hugging Face's form and import from it, streaming, in bounded memory."""
 
 import json
 import shutil
@@ -322,11 +315,7 @@ def _is_vocabulary(layout: Layout) -> bool:
 
 
 def _check(checkpoint: Checkpoint, bridge: Bridge, vocabulary: set[str]) -> None:
-    """Checks that the checkpoint has every tensor in the shape that the layouts give it.
-
-    Raises:
-        CheckpointError: With every tensor that is missing or has another shape.
-    """
+    """Checks that the checkpoint has every tensor in the shape that the layouts give it."""
     problems = []
     for key, shape in bridge.near.items():
         if key not in checkpoint.tensors:
@@ -373,11 +362,7 @@ def _natural(key: str) -> list[Any]:
 
 
 def _beside(config: Path) -> dict[str, Path]:
-    """Returns a model's configuration and the files of its tokenizer, by their names in the copy.
-
-    Raises:
-        CheckpointError: If there is no such configuration.
-    """
+    """Returns a model's configuration and the files of its tokenizer, by their names in the copy."""
     folder = config if config.is_dir() else config.parent
     file = config / "config.json" if config.is_dir() else config
     if not file.is_file():

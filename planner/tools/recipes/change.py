@@ -1,10 +1,4 @@
-"""What a change of the parallel configuration costs: the reads of every rank of the new one.
-
-| name | is |
-|---|---|
-| `Reads` | bytes and number of reads of each rank |
-| `change` | computes them: each distinct pair of layouts is met once |
-"""
+"""What a change of the parallel configuration costs: the reads of every rank of the new one."""
 
 import math
 import re

@@ -1,11 +1,5 @@
 """Recipe files: a model's numbers, what is saved of it, and some parallel configurations.
 
-| name | does |
-|---|---|
-| `Recipe` | what a file holds |
-| `load_recipe` | reads a shipped recipe by its name, or a file of your own |
-| `shipped` | the names of those that come with the package |
-
 A recipe is TOML: `[model]` with the numbers, `[state]` with the dtype of each saved tensor of a
 parameter, and one `[[parallel]]` for each configuration.
 """

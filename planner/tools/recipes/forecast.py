@@ -1,10 +1,5 @@
 """What a save of a whole model would be, from layouts alone: no weights, no ranks, no messages.
 
-| name | is |
-|---|---|
-| `Forecast` | bytes and chunks of every rank, keys, and what they add up to |
-| `forecast` | computes it in closed form: each distinct chain of stages is evaluated once |
-
 Bytes are exact: they are those of the planner's own rules of ownership (`planner.ownership`),
 and a test compares them with real plans, rank by rank.
 """

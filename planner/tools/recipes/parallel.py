@@ -1,11 +1,4 @@
-"""A parallel configuration of a model, and what a planner takes to plan for one rank of it.
-
-| name | is |
-|---|---|
-| `Parallel` | sizes of the axes, and how FSDP cuts |
-| `Description` | names and local shapes, grids and providers of one rank: a planner's arguments |
-| `describe` | makes it |
-"""
+"""A parallel configuration of a model, and what a planner takes to plan for one rank of it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields

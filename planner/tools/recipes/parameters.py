@@ -1,10 +1,5 @@
 """The parameters that follow from a model's numbers, under Megatron-Core's names.
 
-| name | is |
-|---|---|
-| `Parameter` | a global parameter: name, shape, dim that tensor parallelism shards, components |
-| `parameters` | all parameters of a model, in the order of the layers |
-
 Names are those of Megatron-Core's GPT model with Transformer Engine layers, where the norm before
 a projection belongs to the projection (`linear_qkv.layer_norm_weight`).
 
