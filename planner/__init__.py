@@ -27,6 +27,7 @@ from shardplan.layouts import (
 
 if TYPE_CHECKING:
     from .load import LayoutAwareLoadPlanner
+    from .planning.table import LayoutTable
     from .policies import LoadPolicies
     from .report import LoadReport
     from .save import LayoutAwareSavePlanner
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LayoutAwareLoadPlanner": "load",
     "LayoutAwareSavePlanner": "save",
+    "LayoutTable": "planning.table",
     "LoadPolicies": "policies",
     "LoadReport": "report",
     "PerRank": "state.per_rank",
@@ -63,6 +65,7 @@ __all__ = [
     "LayoutAwareLoadPlanner",
     "LayoutAwareSavePlanner",
     "LayoutError",
+    "LayoutTable",
     "LoadPolicies",
     "LoadReport",
     "MissingKeyError",

@@ -36,9 +36,8 @@ from .planning.optimizer import (
     group_members,
     names_of,
     numberings,
-    optimizer_names,
 )
-from .planning.table import build_table
+from .planning.table import LayoutTable
 from .planning.tied import shared_memory
 from .policies import LoadPolicies, PaddingPolicy
 from .report import LoadReport
@@ -108,18 +107,16 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         padding: PaddingPolicy | None = None,
         trust_pickle: bool = False,
     ) -> None:
-        self._table = build_table(
+        self._table = LayoutTable.of(
             model,
             pg_collection=pg_collection,
             grid=grid,
             layouts=layouts,
             optimizer_layouts=optimizer_layouts,
+            optimizer=optimizer,
             ep_rank=ep_rank,
             ep_size=ep_size,
         )
-        self._ids = optimizer_names(model, optimizer)
-        groups = optimizer.param_groups if optimizer is not None else ()
-        self._sizes = tuple(len(group["params"]) for group in groups)
         missing = None if strict is None else ("error" if strict else "report")
         given = policies if policies is not None else LoadPolicies()
         self._policies = given.changed(missing=missing, dtype=dtype, padding=padding)
@@ -173,12 +170,12 @@ class LayoutAwareLoadPlanner(LoadPlanner):
             self._requests.tell_apart(
                 holdings.held, holdings.chunks, (key_of(path) for _, path in others)
             )
-            live = numberings(snapshot.paths, raw, self._table, self._ids)
+            live = numberings(snapshot.paths, raw, self._table, self._table.ids)
             self._requests.find_numbered(
                 holdings.held,
                 holdings.chunks,
                 {self._table.names.prefix(section): found for section, found in live.items()},
-                Numbering(self._ids, self._sizes),
+                Numbering(self._table.ids, self._table.group_sizes),
             )
             numbered = self._requests.numbered.values()
             for held in holdings.held:
@@ -253,7 +250,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
 
     def _named(self, paths: list[Path], raw: list[Any]) -> list[Named]:
         """Returns the values by parameter name; lists of parameter groups go to `_groups`."""
-        found = group_members(paths, raw, self._table, self._ids, self._saved_by_name)
+        found = group_members(paths, raw, self._table, self._table.ids, self._saved_by_name)
         for section, members in found.items():
             holder = reach(self._root, section)
             prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
@@ -262,7 +259,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         taken = [
             (*g.section, "param_groups") for g in self._requests.groups if isinstance(g, GroupLoad)
         ]
-        everything = by_name(paths, raw, self._table, self._ids)
+        everything = by_name(paths, raw, self._table, self._table.ids)
         if everything is None:
             return [Named(path, number) for number, path in enumerate(paths)]
         return [named for named in everything if not any(named.path[: len(t)] == t for t in taken)]

@@ -26,8 +26,8 @@ from shardplan.layouts import (
 from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_aliases
 from .planning.manifest import StageManifest, value_names
 from .planning.metadata import checkpoint_metadata
-from .planning.optimizer import Named, by_name, group_members, lists_members, optimizer_names
-from .planning.table import LayoutTable, build_table
+from .planning.optimizer import Named, by_name, group_members, lists_members
+from .planning.table import LayoutTable
 from .planning.tied import with_aliases
 from .saving.agreement import compare, first_difference
 from .saving.messages import PlanMessage, PlanReply, WriterMeta
@@ -64,7 +64,7 @@ class LayoutAwareSavePlanner(SavePlanner):
     begins while another thread's still runs waits for it.
 
     Args:
-        model: A module; a list of modules (virtual pipeline chunks, sections `model0`, …); a
+        model: A `LayoutTable`; or a module; a list of modules (virtual pipeline chunks, sections `model0`, …); a
             mapping from state-dict sections to modules with a `pg_collection` of their own; or a
             mapping from names to local shapes in place of any module. Without a model only
             tensors that describe themselves (DTensors) and replicas can be saved.
@@ -98,16 +98,16 @@ class LayoutAwareSavePlanner(SavePlanner):
         ep_size: int | None = None,
         process_group: Any = None,
     ) -> None:
-        self._table = build_table(
+        self._table = LayoutTable.of(
             model,
             pg_collection=pg_collection,
             grid=grid,
             layouts=layouts,
             optimizer_layouts=optimizer_layouts,
+            optimizer=optimizer,
             ep_rank=ep_rank,
             ep_size=ep_size,
         )
-        self._ids = optimizer_names(model, optimizer)
         self._ranks = ranks_of(process_group)
         self._turn = Turn()
         self._warned = False
@@ -228,11 +228,11 @@ class LayoutAwareSavePlanner(SavePlanner):
             if lists_members(path):
                 snapshot.pin(number, raw[number])
         table = self._table
-        apart = _leaves_out(table, snapshot.paths, raw, self._ids)
+        apart = _leaves_out(table, snapshot.paths, raw, self._table.ids)
         if apart:
             table = copy.copy(table)
             table.names_differ = True
-        self._named = by_name(snapshot.paths, raw, table, self._ids)
+        self._named = by_name(snapshot.paths, raw, table, self._table.ids)
         values: list[tuple[Path, Any]]
         if self._named is None:
             values = list(zip(snapshot.paths, raw, strict=True))

@@ -13,6 +13,7 @@ Source: megatron/training/checkpointing.py, preprocess_fsdp_dtensor_state_dict, 
 megatron/core/transformer/fsdp_dtensor_checkpoint.py.
 """
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -193,6 +194,7 @@ class FsdpDtensorSavePlanner(LayoutAwareSavePlanner):
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(model, **options)
+        self._table = copy.copy(self._table)  # another planner may have it too
         self._table.names = self._names = FsdpDtensorNames(self._table.chunks)
 
     def set_up_planner(

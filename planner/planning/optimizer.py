@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.layouts import CheckpointError, Concat, Grid, Interleave, Layout, LayoutError
-from shardplan.layouts.model import own_names
 from shardplan.layouts.variants import variants
 
 from ..state.entries import Path, key_of
 from .manifest import separate_parts, value_names
-from .table import Chunk, LayoutTable, modules_of
+from .table import Chunk, LayoutTable
 
 _GROUPS = "param_groups"
 _MEMBERS = ("params", "param_names")
@@ -54,29 +53,6 @@ class Numbering:
 
     names: Mapping[int, str]
     sizes: tuple[int, ...]
-
-
-def optimizer_names(model: Any, optimizer: Any) -> dict[int, str]:
-    """Returns the name of each parameter of an optimizer by its integer in `state_dict()`.
-
-    Args:
-        model: The planner's `model`.
-        optimizer: A `torch.optim.Optimizer`, or None.
-    """
-    if optimizer is None:
-        return {}
-    names: dict[int, str] = {}
-    for _, module in modules_of(model):
-        for fqn, parameter in own_names(module) if hasattr(module, "named_parameters") else ():
-            names.setdefault(id(parameter), fqn)
-    found: dict[int, str] = {}
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in names:
-                found[number] = names[id(parameter)]
-            number += 1
-    return found
 
 
 def by_name(

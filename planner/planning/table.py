@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from shardplan.layouts import (
 from shardplan.layouts.experts import TOKENS, expert_tokens
 from shardplan.layouts.layout import digest
 from shardplan.layouts.megatron_fsdp import carried_dist_index, dist_index_grids
+from shardplan.layouts.model import own_names
 from shardplan.layouts.serial import stage_to_json
 
 from ..compat import is_flattened
@@ -64,9 +66,19 @@ class Chunk:
 
 
 class LayoutTable:
-    """The chunks of a model; integers and names only, so it pickles and outlives the tensors.
+    """Where all of a model's parameters lie, on every rank; made once, for any number of planners.
+
+    Both planners take one in place of the model, with all that was said when it was made:
+
+        table = LayoutTable.of(model, pg_collection=groups, optimizer=optimizer)
+        dcp.save(state, checkpoint_id=path, planner=LayoutAwareSavePlanner(table))
+        dcp.load(state, checkpoint_id=path, planner=LayoutAwareLoadPlanner(table))
+
+    It holds integers and names only, so it pickles and outlives the tensors.
 
     Attributes:
+        ids: Names of the optimizer's parameters by their integer in `optimizer.state_dict()`.
+        group_sizes: Number of parameters of each of the optimizer's groups.
         chunks: The chunks.
         names: Finds their parameters in a state dict.
         tokens: Name tokens that mark experts.
@@ -75,12 +87,67 @@ class LayoutTable:
             other experts by index.
     """
 
+    ids: Mapping[int, str] = MappingProxyType({})
+    group_sizes: tuple[int, ...] = ()
+
     def __init__(self, chunks: Sequence[Chunk], tokens: frozenset[str] = TOKENS) -> None:
         self.chunks = tuple(chunks)
         self.tokens = tokens
         self.names = Names((chunk.section, chunk.layouts) for chunk in self.chunks)
         self.digest = _digest(self.chunks)
         self.names_differ = len(self.chunks) > 1 or any(map(_names_differ, self.chunks))
+
+    @classmethod
+    def of(
+        cls,
+        model: Any = None,
+        *,
+        pg_collection: Any = None,
+        grid: Grids | None = None,
+        layouts: Iterable[LayoutProvider] | None = None,
+        optimizer_layouts: Iterable[LayoutProvider] = (),
+        optimizer: Any = None,
+        ep_rank: int | None = None,
+        ep_size: int | None = None,
+    ) -> "LayoutTable":
+        """Reads a model once; takes what `LayoutAwareSavePlanner` takes.
+
+        A table in place of the model is returned as it is.
+
+        Raises:
+            LayoutError: If a parameter can't be placed, or the grids do not fit together.
+            ValueError: If only one of `ep_rank` and `ep_size` is given, or anything beside a table.
+        """
+        said = {
+            "pg_collection": pg_collection,
+            "grid": grid,
+            "layouts": layouts,
+            "optimizer_layouts": tuple(optimizer_layouts) or None,
+            "optimizer": optimizer,
+            "ep_rank": ep_rank,
+            "ep_size": ep_size,
+        }
+        if isinstance(model, LayoutTable):
+            beside = [f"{name}=" for name, value in said.items() if value is not None]
+            if beside:
+                raise ValueError(
+                    f"{', '.join(beside)} given beside a LayoutTable, which was made without. Pass "
+                    "them to LayoutTable.of."
+                )
+            return model
+        table = build_table(
+            model,
+            pg_collection=pg_collection,
+            grid=grid,
+            layouts=layouts,
+            optimizer_layouts=said["optimizer_layouts"] or (),
+            ep_rank=ep_rank,
+            ep_size=ep_size,
+        )
+        table.ids = _optimizer_names(model, optimizer)
+        groups = optimizer.param_groups if optimizer is not None else ()
+        table.group_sizes = tuple(len(group["params"]) for group in groups)
+        return table
 
     @property
     def grids(self) -> Grids:
@@ -208,6 +275,29 @@ def build_table(
             "give a pg_collection or grid= for each."
         )
     return LayoutTable(chunks, tokens)
+
+
+def _optimizer_names(model: Any, optimizer: Any) -> dict[int, str]:
+    """Returns the name of each parameter of an optimizer by its integer in `state_dict()`.
+
+    Args:
+        model: The planner's `model`.
+        optimizer: A `torch.optim.Optimizer`, or None.
+    """
+    if optimizer is None:
+        return {}
+    names: dict[int, str] = {}
+    for _, module in modules_of(model):
+        for fqn, parameter in own_names(module) if hasattr(module, "named_parameters") else ():
+            names.setdefault(id(parameter), fqn)
+    found: dict[int, str] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                found[number] = names[id(parameter)]
+            number += 1
+    return found
 
 
 def _check_gathered(module: Any) -> None:
