@@ -3,13 +3,16 @@
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from functools import cache
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardplan.layouts import (
@@ -24,6 +27,7 @@ from ..load import LayoutAwareLoadPlanner
 from ..planning.table import build_table
 from ..report import LoadReport
 from ..save import LayoutAwareSavePlanner
+from ..storage import PinnedStager, SafetensorsWriter
 from .copies import EmbeddingCopies
 from .extra import SECTION as EXTRA
 from .extra import extra_states
@@ -63,7 +67,9 @@ def save_checkpoint(
     layouts: Iterable[LayoutProvider] | None = None,
     storage_writer: Any = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Metadata:
+    async_save: bool = False,
+    async_stager: Any = None,
+) -> Metadata | Future[Metadata]:
     """Saves a Megatron model and its optimizer; every rank of the model calls it.
 
     It stands for these lines of Megatron-LM's `save_checkpoint`, which send a message for each
@@ -102,10 +108,18 @@ def save_checkpoint(
         grid: Plain integers instead of process groups.
         layouts: Providers; the built-in and the installed ones if not given.
         storage_writer: A DCP storage writer; torch's `FileSystemWriter` of `path` if not given.
-        process_group: The ranks that save, all by default.
+        process_group: The ranks that save, all by default. An asynchronous save that is not one of
+            `SafetensorsWriter` needs a group of its own (`dist.new_group(backend="gloo")`), since
+            its messages travel beside those of training.
+        async_save: Whether to return as soon as a copy is made. The future that is returned gives
+            the metadata; wait for it (`future.result()`, which raises what the save raised) before
+            `iteration` counts as saved, as in Megatron's `maybe_finalize_async_save`.
+        async_stager: What makes the copy; one `PinnedStager` for all saves of the process if not
+            given.
 
     Raises:
-        CheckpointError: If the ranks do not plan the same checkpoint.
+        CheckpointError: If the ranks do not plan the same checkpoint; of an asynchronous save from
+            its future.
         LayoutError: If a parameter can't be placed.
     """
     state: dict[str, Any] = dict(model_state(model, copies=False))
@@ -138,10 +152,24 @@ def save_checkpoint(
         optimizer_layouts=ddp_shards(model, optimizer),
     )
     writer = FileSystemWriter(path) if storage_writer is None else storage_writer
-    saved: Metadata = save(
-        state, storage_writer=writer, planner=planner, process_group=process_group
-    )
+    given: dict[str, Any] = {
+        "storage_writer": writer,
+        "planner": planner,
+        "process_group": process_group,
+    }
+    if async_save:
+        if isinstance(writer, SafetensorsWriter):
+            given["use_collectives"] = False
+        stager = async_stager or _stager()
+        return cast(Future[Metadata], dcp_async_save(state, async_stager=stager, **given))
+    saved: Metadata = save(state, **given)
     return saved
+
+
+@cache
+def _stager() -> PinnedStager:
+    """Returns the stager of this process, which keeps its host memory from one save to the next."""
+    return PinnedStager()
 
 
 def _providers(
