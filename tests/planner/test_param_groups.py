@@ -1,4 +1,4 @@
-"""What a hunt for faults found in parameter groups, tied tensors and values at load."""
+"""Parameter groups and their options at load, tied tensors, and which values count as equal."""
 
 import math
 from typing import Any
