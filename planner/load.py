@@ -2,9 +2,9 @@
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from shardplan.layouts import (
     CheckpointError,
-    Grids,
-    LayoutProvider,
     MissingKeyError,
     UnexpectedKeyError,
 )
@@ -37,7 +35,7 @@ from .planning.optimizer import (
     names_of,
     numberings,
 )
-from .planning.table import LayoutTable
+from .planning.table import LayoutOptions, LayoutTable
 from .planning.tied import shared_memory
 from .policies import LoadPolicies, PaddingPolicy
 from .report import LoadReport
@@ -65,22 +63,16 @@ class LayoutAwareLoadPlanner(LoadPlanner):
     own expert-parallel rank and size give them. Checkpoints of stock planners load too.
 
     Args:
-        model: As for `LayoutAwareSavePlanner`.
-        pg_collection: Process groups of the model; by default those it carries.
-        grid: Plain integers instead of process groups.
-        layouts: Providers; the built-in ones and those of installed packages if not given.
-        optimizer_layouts: Storage providers for optimizer state that is cut otherwise than its
-            parameter.
-        optimizer: The optimizer of a raw `optimizer.state_dict()`. Its order also names the numbers
-            of a checkpoint that has the optimizer's state by number; see `LoadReport.numbered`.
-        ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
-        ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
+        model: The model, or a `LayoutTable` of it; see `LayoutTable.of` for what it may be.
+        optimizer: The optimizer of a raw `optimizer.state_dict()`, likewise.
         policies: What to do where checkpoint and state dict differ; see `LoadPolicies`.
         strict: True for the policy `missing='error'`, False for `missing='report'`.
         dtype: The policy `dtype`.
         padding: The policy `padding`.
         trust_pickle: Whether stored Python objects that are no plain data may be unpickled;
             that can run code from the checkpoint.
+        options: `pg_collection=`, `grid=`, `layouts=`, `optimizer_layouts=`, `ep_rank=`, `ep_size=`:
+            where the model lies, and what places its parameters; see `LayoutOptions`.
 
     Attributes:
         report: What was loaded, missed and changed on this rank; complete once `dcp.load` is.
@@ -94,29 +86,15 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         self,
         model: Any = None,
         *,
-        pg_collection: Any = None,
-        grid: Grids | None = None,
-        layouts: Iterable[LayoutProvider] | None = None,
-        optimizer_layouts: Iterable[LayoutProvider] = (),
         optimizer: torch.optim.Optimizer | None = None,
-        ep_rank: int | None = None,
-        ep_size: int | None = None,
         policies: LoadPolicies | None = None,
         strict: bool | None = None,
         dtype: DTypePolicy | None = None,
         padding: PaddingPolicy | None = None,
         trust_pickle: bool = False,
+        **options: Unpack[LayoutOptions],
     ) -> None:
-        self._table = LayoutTable.of(
-            model,
-            pg_collection=pg_collection,
-            grid=grid,
-            layouts=layouts,
-            optimizer_layouts=optimizer_layouts,
-            optimizer=optimizer,
-            ep_rank=ep_rank,
-            ep_size=ep_size,
-        )
+        self._table = LayoutTable.of(model, optimizer=optimizer, **options)
         missing = None if strict is None else ("error" if strict else "report")
         given = policies if policies is not None else LoadPolicies()
         self._policies = given.changed(missing=missing, dtype=dtype, padding=padding)

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -19,7 +19,6 @@ from shardplan.layouts import (
     Grids,
     Layout,
     LayoutError,
-    LayoutProvider,
     RanksDisagreeError,
 )
 
@@ -27,7 +26,7 @@ from .compat import SaveCall, calling_save, keeps_one_chunk_per_key, stores_alia
 from .planning.manifest import StageManifest, value_names
 from .planning.metadata import checkpoint_metadata
 from .planning.optimizer import Named, by_name, group_members, lists_members
-from .planning.table import LayoutTable
+from .planning.table import LayoutOptions, LayoutTable
 from .planning.tied import with_aliases
 from .saving.agreement import compare, first_difference
 from .saving.messages import PlanMessage, PlanReply, WriterMeta
@@ -64,21 +63,12 @@ class LayoutAwareSavePlanner(SavePlanner):
     begins while another thread's still runs waits for it.
 
     Args:
-        model: A `LayoutTable`; or a module; a list of modules (virtual pipeline chunks, sections `model0`, …); a
-            mapping from state-dict sections to modules with a `pg_collection` of their own; or a
-            mapping from names to local shapes in place of any module. Without a model only
-            tensors that describe themselves (DTensors) and replicas can be saved.
-        pg_collection: Process groups of the model; by default those it carries.
-        grid: Plain integers instead of process groups.
-        layouts: Providers; the built-in ones and those of installed packages if not given.
-        optimizer_layouts: Storage providers for optimizer state that is cut otherwise than its
-            parameter.
-        optimizer: The optimizer of a raw `optimizer.state_dict()`, whose integers name its
-            parameters; not needed for the form of `torch.distributed.checkpoint.state_dict`.
-        ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
-        ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
+        model: The model, or a `LayoutTable` of it; see `LayoutTable.of` for what it may be.
+        optimizer: The optimizer of a raw `optimizer.state_dict()`, likewise.
         process_group: The group that saves, as given to `dcp.save`; by default the one that
             `dcp.save` was called with. Its ranks must hold everything, as those of one replica do.
+        options: `pg_collection=`, `grid=`, `layouts=`, `optimizer_layouts=`, `ep_rank=`, `ep_size=`:
+            where the model lies, and what places its parameters; see `LayoutOptions`.
 
     Raises:
         LayoutError: If a parameter can't be placed or the grids do not fit together.
@@ -89,25 +79,11 @@ class LayoutAwareSavePlanner(SavePlanner):
         self,
         model: Any = None,
         *,
-        pg_collection: Any = None,
-        grid: Grids | None = None,
-        layouts: Iterable[LayoutProvider] | None = None,
-        optimizer_layouts: Iterable[LayoutProvider] = (),
         optimizer: torch.optim.Optimizer | None = None,
-        ep_rank: int | None = None,
-        ep_size: int | None = None,
         process_group: Any = None,
+        **options: Unpack[LayoutOptions],
     ) -> None:
-        self._table = LayoutTable.of(
-            model,
-            pg_collection=pg_collection,
-            grid=grid,
-            layouts=layouts,
-            optimizer_layouts=optimizer_layouts,
-            optimizer=optimizer,
-            ep_rank=ep_rank,
-            ep_size=ep_size,
-        )
+        self._table = LayoutTable.of(model, optimizer=optimizer, **options)
         self._ranks = ranks_of(process_group)
         self._turn = Turn()
         self._warned = False

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch.distributed as dist
 
@@ -65,6 +65,27 @@ class Chunk:
         return self.layouts[fqn]
 
 
+class LayoutOptions(TypedDict, total=False):
+    """Where a model lies, and what places its parameters.
+
+    Attributes:
+        pg_collection: Process groups of the model; by default those it carries.
+        grid: Plain integers instead of process groups.
+        layouts: Providers; the built-in ones and those of installed packages if not given.
+        optimizer_layouts: Storage providers for optimizer state that is cut otherwise than its
+            parameter (ZeRO's flat shards, say).
+        ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
+        ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
+    """
+
+    pg_collection: Any
+    grid: Grids | None
+    layouts: Iterable[LayoutProvider] | None
+    optimizer_layouts: Iterable[LayoutProvider]
+    ep_rank: int | None
+    ep_size: int | None
+
+
 class LayoutTable:
     """Where all of a model's parameters lie, on every rank; made once, for any number of planners.
 
@@ -99,51 +120,34 @@ class LayoutTable:
 
     @classmethod
     def of(
-        cls,
-        model: Any = None,
-        *,
-        pg_collection: Any = None,
-        grid: Grids | None = None,
-        layouts: Iterable[LayoutProvider] | None = None,
-        optimizer_layouts: Iterable[LayoutProvider] = (),
-        optimizer: Any = None,
-        ep_rank: int | None = None,
-        ep_size: int | None = None,
+        cls, model: Any = None, *, optimizer: Any = None, **options: Unpack[LayoutOptions]
     ) -> "LayoutTable":
-        """Reads a model once; takes what `LayoutAwareSavePlanner` takes.
+        """Reads a model once.
 
-        A table in place of the model is returned as it is.
+        Args:
+            model: A module; a list of modules (virtual pipeline chunks, sections `model0`, …); a
+                mapping from state-dict sections to modules with a `pg_collection` of their own; or
+                a mapping from names to local shapes in place of any module. Without a model only
+                tensors that describe themselves (DTensors) and replicas can be saved. A table is
+                returned as it is.
+            optimizer: The optimizer of a raw `optimizer.state_dict()`, whose integers name its
+                parameters; not needed for the form of `torch.distributed.checkpoint.state_dict`.
+            options: Where the model lies, and what places its parameters; see `LayoutOptions`.
 
         Raises:
             LayoutError: If a parameter can't be placed, or the grids do not fit together.
             ValueError: If only one of `ep_rank` and `ep_size` is given, or anything beside a table.
         """
-        said = {
-            "pg_collection": pg_collection,
-            "grid": grid,
-            "layouts": layouts,
-            "optimizer_layouts": tuple(optimizer_layouts) or None,
-            "optimizer": optimizer,
-            "ep_rank": ep_rank,
-            "ep_size": ep_size,
-        }
         if isinstance(model, LayoutTable):
-            beside = [f"{name}=" for name, value in said.items() if value is not None]
+            said = {"optimizer": optimizer, **options}
+            beside = [f"{name}=" for name, value in said.items() if value not in (None, (), [])]
             if beside:
                 raise ValueError(
                     f"{', '.join(beside)} given beside a LayoutTable, which was made without. Pass "
                     "them to LayoutTable.of."
                 )
             return model
-        table = build_table(
-            model,
-            pg_collection=pg_collection,
-            grid=grid,
-            layouts=layouts,
-            optimizer_layouts=said["optimizer_layouts"] or (),
-            ep_rank=ep_rank,
-            ep_size=ep_size,
-        )
+        table = build_table(model, **options)
         table.ids = _optimizer_names(model, optimizer)
         groups = optimizer.param_groups if optimizer is not None else ()
         table.group_sizes = tuple(len(group["params"]) for group in groups)
@@ -195,24 +199,7 @@ def build_table(
     ep_rank: int | None = None,
     ep_size: int | None = None,
 ) -> LayoutTable:
-    """Reads a model once and returns where all of it lies.
-
-    Args:
-        model: A module; a list of modules (virtual pipeline chunks); a mapping from state-dict
-            sections to modules, each with its own `pg_collection`; or, in place of any module,
-            a mapping from names to local shapes. None if tensors describe themselves.
-        pg_collection: Process groups, by default those that the model carries.
-        grid: Plain integers instead of process groups.
-        layouts: Providers; the built-in and the installed ones if not given.
-        optimizer_layouts: Storage providers for optimizer state that is not laid out as its
-            parameter (ZeRO's flat shards, say).
-        ep_rank: Expert-parallel rank instead of the collection's; needs `ep_size`.
-        ep_size: Expert-parallel size instead of the collection's; needs `ep_rank`.
-
-    Raises:
-        LayoutError: If a parameter can't be placed, or the grids do not fit together.
-        ValueError: If only one of `ep_rank` and `ep_size` is given.
-    """
+    """Reads a model once; see `LayoutTable.of` and `LayoutOptions`."""
     if (ep_rank is None) != (ep_size is None):
         raise ValueError(
             f"ep_rank ({ep_rank}) and ep_size ({ep_size}) must be given together, or neither"
