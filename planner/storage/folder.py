@@ -14,6 +14,8 @@ from .format.sums import block_sum
 from .places.files import Files, files_at
 
 STOCK = ".metadata"
+# Ends what `finalize` writes; whoever unpickles it stops before.
+_MARK = b"\nshardplan finalize"
 
 
 def look(files: Files, overwrite: bool) -> Commit | None:
@@ -45,12 +47,14 @@ def check_alone(files: Files, commit: Commit | None) -> None:
         DamagedCheckpointError: If it does.
     """
     if commit is not None and has_stock(files, commit):
+        old = is_finalized(files)
         raise DamagedCheckpointError(
             f"{files.root}: holds two checkpoints: one in the library's own format (save "
-            f"{commit.save}), and one in torch's ({STOCK}), which shardplan finalize did not write. "
-            "Nobody can tell which is meant. Move or delete the files of one: checkpoint.json and the "
-            f"folder {commit.save}, or {STOCK} and the *.distcp files; or run shardplan finalize if "
-            f"the first is meant and {STOCK} is an old one of it."
+            f"{commit.save}), and one in torch's ({STOCK}), which "
+            + ("shardplan finalize wrote for another save. " if old else "is another save's. ")
+            + "Nobody can tell which is meant. Move or delete the files of one: checkpoint.json and "
+            f"the folder {commit.save}, or {STOCK} and the *.distcp files"
+            + ("; or run shardplan finalize again if the first is meant." if old else ".")
         )
 
 
@@ -83,8 +87,14 @@ def has_stock(files: Files, commit: Commit | None) -> bool:
     return commit is None or files.read(_note(commit)) != _sum(raw)
 
 
+def is_finalized(files: Files) -> bool:
+    """Returns whether `finalize` wrote the `.metadata` of a folder, for whatever save."""
+    return (files.read(STOCK) or b"").endswith(_MARK)
+
+
 def put_stock(files: Files, commit: Commit, metadata: bytes) -> None:
     """Writes the `.metadata` of a complete checkpoint, and a note that it belongs to it."""
+    metadata += _MARK
     files.put(_note(commit), _sum(metadata), sync=True)
     files.put(STOCK, metadata, sync=True)
 

@@ -26,7 +26,7 @@ from ..planning.manifest import Extra
 from ..planning.metadata import Origins, checkpoint_metadata
 from ..state.values import to_bytes
 from ..without_gc import without_gc
-from .folder import STOCK, put_stock
+from .folder import STOCK, check_alone, is_finalized, put_stock
 from .format.commit import CHECKPOINT, Commit, read_commit
 from .format.header import HEAD, chunk_name
 from .format.plain import from_plain
@@ -48,7 +48,8 @@ def finalize(path: str | os.PathLike[str]) -> bool:
         Whether stock tools can read its data too; see the table of this module.
 
     Raises:
-        CheckpointError: If there is no complete checkpoint, or it is damaged.
+        CheckpointError: If there is no complete checkpoint, it is damaged, or a `.metadata` is there
+            that `finalize` did not write.
     """
     files = files_at(path)
     commit = read_commit(files)
@@ -57,6 +58,8 @@ def finalize(path: str | os.PathLike[str]) -> bool:
         if files.read(STOCK) is not None:
             why = f"its {STOCK} is there already, and no {CHECKPOINT}: stock DCP wrote it"
         raise IncompleteCheckpointError(f"{files.root}: no complete checkpoint to finalize: {why}")
+    if not is_finalized(files):
+        check_alone(files, commit)
     with without_gc():
         origins: Origins = {}
         metadata = checkpoint_metadata(commit.stages, origins=origins, rules=commit.ownership)

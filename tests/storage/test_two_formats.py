@@ -126,3 +126,79 @@ def test_reserved_keys_are_refused_before_a_byte_is_written(tmp_path, key):
     assert isinstance(errors[1], UnstorableValueError)
     assert isinstance(errors[0], CheckpointError) and "Rename it" in str(errors[0])
     assert not (tmp_path / "d" / "checkpoint.json").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_stock_save_that_completes_while_ours_writes_stays_whole(tmp_path, overwrite):
+    if overwrite:
+        own_save(tmp_path, 1.0)
+
+    class Late(SafetensorsWriter):
+        def write_data(self, plan, planner):
+            done = super().write_data(plan, planner)
+            stock_save(tmp_path, 2.0)
+            return done
+
+    with pytest.raises(BaseException, match="in torch's format"):
+        dcp.save(
+            {"w": torch.full((4,), 3.0)},
+            storage_writer=Late(tmp_path, sync=False, overwrite=overwrite),
+            planner=LayoutAwareSavePlanner(),
+            no_dist=True,
+        )
+    state = {"w": torch.zeros(4)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert [2.0] * 4 == state["w"].tolist()
+
+
+def test_finalize_does_not_overwrite_metadata_of_another_save(tmp_path):
+    own_save(tmp_path, 1.0)
+    stock_save(tmp_path, 2.0)
+    with pytest.raises(
+        CheckpointError, match=r"holds two checkpoints.* is another save's"
+    ) as caught:
+        finalize(tmp_path)
+    assert "finalize again" not in str(caught.value)
+    state = {"w": torch.zeros(4)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert [2.0] * 4 == state["w"].tolist()
+
+
+def test_refused_save_touches_nothing_of_a_save_that_has_its_id(tmp_path):
+    """A restarted job gives the id of its step again."""
+    own_save(tmp_path, 1.0, save_id="step-100")
+    for overwrite, text in ((False, "already exists"), (True, "Give every save an id of its own")):
+        with pytest.raises(BaseException, match=text):
+            own_save(tmp_path, 2.0, save_id="step-100", overwrite=overwrite)
+        assert [1.0] * 4 == own_load(tmp_path)
+
+
+def test_save_with_the_id_of_one_that_is_under_way_leaves_it_alone(tmp_path):
+    class Slow(SafetensorsWriter):
+        def write_data(self, plan, planner):
+            done = super().write_data(plan, planner)
+            with pytest.raises(BaseException, match=r"place 0 of save .* is taken"):
+                own_save(tmp_path, 2.0, save_id="step-100")
+            return done
+
+    dcp.save(
+        {"w": torch.full((4,), 1.0)},
+        storage_writer=Slow(tmp_path, sync=False, save_id="step-100", timeout=20),
+        planner=LayoutAwareSavePlanner(),
+        no_dist=True,
+    )
+    assert [1.0] * 4 == own_load(tmp_path)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_rank_of_another_save_with_the_id_does_not_end_the_first(tmp_path, late):
+    """Two ranks save; then one of another job comes, with the same id, and is refused."""
+    for error in small.save(tmp_path, 1, save_id="step-7"):
+        assert error is None
+    state = {"model": {n: torch.zeros(s[0] // 2, *s[1:]) for n, s in small.SHAPES.items()}}
+    planner = small.planner(LayoutAwareSavePlanner, late, 2)
+    writer = SafetensorsWriter(tmp_path, sync=False, save_id="step-7", timeout=1)
+    with pytest.raises(CheckpointExistsError):
+        alone.drive(late, state, writer, planner)
+    assert not list(tmp_path.rglob("*.failed"))
+    assert 1 == small.loaded(tmp_path)

@@ -21,7 +21,7 @@ from typing import Any
 
 from shardplan.layouts import CheckpointError, SaveConflictError
 
-from ..folder import STOCK, look
+from ..folder import STOCK, has_stock, look
 from ..format.commit import Commit, is_save, read_commit
 from ..places.files import Files
 from .identity import Identity
@@ -217,6 +217,7 @@ def publish(files: Files, claim: Claim, commit: Commit, replaces: bool, sync: bo
         SaveConflictError: If it was taken for dead, and another save has the folder now.
         CheckpointExistsError: If another checkpoint is complete that may not be replaced.
     """
+    look(files, replaces)  # a save in torch's format may have become complete meanwhile
     files.sync_folder(claim.save)
     done = files.publish(claim.save, claim.generation, commit.encode(), replaces, sync)
     # An answer of the storage may be lost, and the call made again.
@@ -243,6 +244,8 @@ def clear(files: Files, claim: Claim, replaced: Commit | None) -> None:
     earlier claims, and those whose leader failed or was killed before it made one. What belongs to
     nobody known stays.
     """
+    if replaced is not None and not has_stock(files, replaced):
+        files.delete(STOCK)  # what finalize wrote for it
     earlier = [number for number in claims(files) if number < claim.generation]
     dead = {read_claim(files, number).save for number in earlier}
     if replaced is not None:
@@ -253,7 +256,6 @@ def clear(files: Files, claim: Claim, replaced: Commit | None) -> None:
         if name in dead or _never_begins(files, name):
             files.delete_folder(name)
     files.forget_published(claim.generation, _KEPT)
-    files.delete(STOCK)
     for number in earlier:
         if number <= claim.generation - _KEPT:
             files.delete(_name(number))

@@ -75,6 +75,7 @@ class Session:
         self._replaced: Commit | None = None
         self._generation = 0  # of the claim, where another rank leads
         self._beats = 0
+        self._inside = False  # whether this rank has taken its place in the save's folder
         # The leader shows more often that it lives: savers of other launches wait for it.
         self._every = min(timeout / 8, 2.0) if self.leads else timeout / 8
         self._over = threading.Event()
@@ -105,7 +106,13 @@ class Session:
         if not self.leads and self._leader_error() is not None:
             raise self._given_up()
         self.files.make_folder(self.save)
-        if not self.files.create_new(beat_name(self.save, self.place), self._sign()):
+        if claims.is_published(self.files, self.save):
+            raise SaveConflictError(
+                f"{self.files.root}: the complete checkpoint has the id {self.save} that this save "
+                "was given. Give every save an id of its own, also after a restart."
+            )
+        self._inside = self.files.create_new(beat_name(self.save, self.place), self._sign())
+        if not self._inside:
             raise SaveConflictError(
                 f"{self.files.root}: place {self.place} of save {self.save} is taken. Are two ranks "
                 "at one place of the grid, or was save_id= given to an earlier save too? Give every "
@@ -151,7 +158,10 @@ class Session:
                 raise self._no_leader()
 
     def fail(self, error: BaseException) -> None:
-        """Ends this rank's part after an error, and lets the other ranks know; waits for nobody."""
+        """Ends this rank's part after an error, and lets the other ranks know; waits for nobody.
+
+        A folder of the id may be another save's, which was given the same: nothing of it is touched.
+        """
         self._over.set()
         with contextlib.suppress(OSError):
             if self._claim is not None:
@@ -162,12 +172,17 @@ class Session:
                 )
                 self.files.delete_folder(self.save)
             elif self.ranks == 1:
-                if self.save:
+                if self._inside:
                     self.files.delete_folder(self.save)
-            elif self.save and not self._leader_failed():
+            elif self.save and self._may_tell() and not self._leader_failed():
                 self.files.make_folder(self.save)
                 raw = json.dumps({"error": described(error)}).encode()
                 self.files.put(f"{self.save}/{self.place:05d}.failed", raw)
+
+    def _may_tell(self) -> bool:
+        """Whether the folder is this save's: its place there is this rank's, or nobody's yet."""
+        taken = self.files.read(beat_name(self.save, self.place)) is not None
+        return self._inside or not (taken or claims.is_published(self.files, self.save))
 
     def _leader_failed(self) -> bool:
         return not self.leads and self._leader_error() is not None
