@@ -210,6 +210,7 @@ def dtensor_cuts(param: ParamInfo) -> Cuts:
     mesh, placements = param.param.device_mesh, param.param.placements
     marks = tuple(None if p.is_replicate() else _mark(p) for p in placements)
     axes = _grid_axes(mesh, param.grid)
+    _check_place(param, mesh, axes)
     try:
         return _cuts_of(
             param.local_shape, mesh_axes(mesh), tuple(mesh.shape), axes, marks, param.grid
@@ -240,10 +241,36 @@ def _grid_axes(mesh: Any, grid: Grid) -> tuple[str | None, ...]:
     return tuple(found)
 
 
+def _check_place(param: ParamInfo, mesh: Any, axes: tuple[str | None, ...]) -> None:
+    """Refuses a mesh whose ranks have another order than the grid: each would store another's part."""
+    if not hasattr(mesh, "get_coordinate"):
+        return  # a stand-in without ranks
+    own = tuple(mesh.get_coordinate() or ())
+    due = tuple(
+        index if axis is None else param.grid.index(axis)
+        for axis, index in zip(axes, own, strict=False)
+    )
+    # Where one process stands for several ranks, torch may give it an equal mesh of another one.
+    if own != due and _place(mesh, mesh.get_rank()) != due:
+        raise param.fail(
+            f"its mesh {mesh} has this rank at {dict(zip(mesh_axes(mesh), own, strict=True))}, but the "
+            f"grid has it at {dict(zip(mesh_axes(mesh), due, strict=True))}",
+            "Build all DTensors on one mesh, and pass the grid of that mesh "
+            "(grid=Grids.from_mesh(mesh)).",
+        )
+
+
+@lru_cache(maxsize=256)
+def _place(mesh: Any, rank: int) -> tuple[int, ...]:
+    """Returns a rank's index along each axis of a mesh; empty if it is not on it."""
+    found = (mesh.mesh == rank).nonzero().tolist()
+    return tuple(found[0]) if found else ()
+
+
 def _axis_by_ranks(mesh: Any, dim: int, grid: Grid) -> str | None:
     """Returns the grid's axis that has the ranks of a mesh's, if ranks are numbered as the grid is."""
-    place = mesh.get_coordinate() if hasattr(mesh, "get_coordinate") else None
-    if place is None or int(mesh.mesh[tuple(place)]) != grid.linear(grid.axes):
+    place = tuple(mesh.get_coordinate() or ()) if hasattr(mesh, "get_coordinate") else ()
+    if not place or int(mesh.mesh[place]) != grid.linear(grid.axes):
         return None
     along = (*place[:dim], slice(None), *place[dim + 1 :])
     ranks = mesh.mesh[along].tolist()

@@ -137,9 +137,18 @@ def grid_of_meshes(meshes: dict[Any, str]) -> Grid:
 
 
 def _is_slice(mesh: Any, root: Any) -> bool:
-    """Whether axes of one name have one size in both: no flattened axis took the name."""
-    sizes = dict(zip(mesh_axes(root), root.shape, strict=True))
-    return all(sizes[a] == n for a, n in zip(mesh_axes(mesh), mesh.shape, strict=True))
+    """Whether a mesh is the root's ranks along axes of its names, in the same order.
+
+    A flattened axis may have the name of another one, and a second root its names with the ranks in
+    another order.
+    """
+    own, names, place = mesh_axes(mesh), mesh_axes(root), root.get_coordinate()
+    if place is None:
+        return False
+    cut = tuple(slice(None) if name in own else i for name, i in zip(names, place, strict=True))
+    kept = [name for name in names if name in own]
+    ranks = root.mesh.numpy()[cut].transpose([kept.index(name) for name in own])
+    return bool(np.array_equal(ranks, mesh.mesh.numpy()))
 
 
 def _coordinate(mesh: Any, fqn: str) -> tuple[int, ...]:

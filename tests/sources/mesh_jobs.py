@@ -176,3 +176,45 @@ def key_order(storage: str, path: str) -> None:
     found = {key: torch.zeros(8) for key in "abc"}
     load(found, path, storage, LayoutAwareLoadPlanner())
     assert [[1.0] * 8, [2.0] * 8, [3.0] * 8] == [found[key].tolist() for key in "abc"]
+
+
+ORDERS = {
+    "1-d, no names": ([0, 1, 2, 3], [3, 2, 1, 0], None, [Shard(0)]),
+    "1-d": ([0, 1, 2, 3], [0, 2, 1, 3], ("dp_shard",), [Shard(0)]),
+    "2-d": ([[0, 1], [2, 3]], [[0, 2], [1, 3]], ("dp", "tp"), [Shard(0), Shard(1)]),
+}
+
+
+def orders(case: str, storage: str, path: str, given: str) -> None:
+    """Two tensors on meshes that differ only in the order of their ranks."""
+    first, second, names, placements = ORDERS[case]
+    own = torch.full((2, 2), float(dist.get_rank()))
+    state = {
+        key: DTensor.from_local(
+            own.clone(), DeviceMesh("cpu", ranks, mesh_dim_names=names), placements, run_check=False
+        )
+        for key, ranks in (("t", first), ("u", second))
+    }
+    options: dict[str, Any] = {}
+    if given == "model":
+        options["model"] = nn.Module()
+        for key, value in state.items():
+            options["model"].register_parameter(key, nn.Parameter(value))
+    elif given == "grid":
+        options["grid"] = Grids.from_sizes(dist.get_rank(), dp_shard=4)
+        options["model"] = nn.Module()
+        options["model"].u = nn.Parameter(state["u"])
+    whole = {}
+    for key, ranks in (("t", first), ("u", second)):  # not by full_tensor: groups sort their ranks
+        rows = torch.tensor(ranks, dtype=torch.float32).repeat_interleave(2, 0)
+        whole[key] = (
+            rows[:, None].expand(-1, 2) if rows.dim() == 1 else rows.repeat_interleave(2, 1)
+        )
+    save(state, path, storage, LayoutAwareSavePlanner(**options))
+    found = {key: torch.full_like(value, -1) for key, value in whole.items()}
+    load(found, path, storage, LayoutAwareLoadPlanner())
+    assert {key for key, value in whole.items() if not torch.equal(value, found[key])} == set()
+    for value in state.values():
+        local(value).fill_(-1)
+    load(state, path, storage, LayoutAwareLoadPlanner(**options))
+    assert all(torch.equal(own, local(value)) for value in state.values())

@@ -67,3 +67,16 @@ def test_experts_are_told_by_their_mesh_before_their_name(four, tmp_path, name, 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_keys_in_any_order(four, tmp_path, storage):
     four.run("mesh_jobs:key_order", 4, storage, str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("case", mesh_jobs.ORDERS)
+@pytest.mark.parametrize("given", ["", "model"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_meshes_of_the_same_names_in_another_order_of_ranks(four, tmp_path, case, given, storage):
+    four.run("mesh_jobs:orders", 4, case, storage, str(tmp_path / "c"), given)
+
+
+def test_grid_in_another_order_than_the_mesh_is_refused(four, tmp_path):
+    text = r"u: its mesh .* has this rank at \{'dp_shard': 2\}, but the grid has it at \{'dp_shard': 1\}"
+    with pytest.raises(ranks.RankFailure, match=text):
+        four.run("mesh_jobs:orders", 4, "1-d", "torch", str(tmp_path / "c"), "grid")
