@@ -110,8 +110,7 @@ def _extras(
             writers[key] = min(writers.get(key, best), best)
             for rank in leading.intersection(ranks):
                 settled.skip.setdefault(rank, set()).add(key)
-    for key in _said_by_lists(messages, known):
-        del writers[key]
+    _check_named_options(messages, known)
     written: dict[int, list[Extra]] = {}
     for key, (follows, rank) in writers.items():
         extra = known[key][0]
@@ -132,13 +131,13 @@ def _extras(
     return joined
 
 
-def _said_by_lists(
+def _check_named_options(
     messages: Sequence[PlanMessage], known: Mapping[str, tuple[Extra, int]]
-) -> list[str]:
-    """Returns the keys of options by parameter name that a list of groups says already.
+) -> None:
+    """Refuses an option by parameter name of a value that no list of groups has.
 
-    Ranks whose optimizers leave out what they store nothing of save options by name; lists of ranks
-    that leave out nothing have them all.
+    Ranks whose optimizers leave out what they store nothing of save options by name, beside the
+    lists of ranks that leave out nothing. Both are stored: a list may not have every parameter.
     """
     lists: dict[Path, dict[Path, set[str]]] = {}
     named: list[tuple[Path, Path, str]] = []
@@ -151,18 +150,13 @@ def _said_by_lists(
                 lists.setdefault(section, {}).setdefault(option, set()).add(extra.digest)
             else:
                 named.append((section, option, key))
-    found = []
     for section, option, key in named:
-        if section not in lists:
-            continue
         extra, rank = known[key]
-        if extra.digest not in lists[section].get(option, ()):
+        if section in lists and extra.digest not in lists[section].get(option, ()):
             raise RanksDisagreeError(
                 f"{key}: rank {global_rank(messages, rank)} has another value than any group in the "
                 "lists of other ranks. Build every rank's optimizer with the same groups."
             )
-        found.append(key)
-    return found
 
 
 def _differ(

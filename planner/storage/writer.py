@@ -16,6 +16,7 @@ from shardplan.layouts import CheckpointError, CheckpointExistsError, Grids, Ran
 
 from ..saving.agreement import first_difference
 from ..saving.messages import PlanMessage, WriterMeta, unpack
+from ..saving.turn import Turn
 from ..without_gc import without_gc
 from .buffers import DEFAULT_NBYTES, Buffers
 from .folder import look
@@ -86,6 +87,7 @@ class SafetensorsWriter(StorageWriter):
         self._session: Session | None = None
         self._planner: Any = None
         self._buffers: Buffers | None = None
+        self._turn = Turn()
 
     def __getstate__(self) -> dict[str, Any]:
         # An async save in another process takes the writer along before it has begun.
@@ -110,7 +112,11 @@ class SafetensorsWriter(StorageWriter):
         return WriterMeta(checkpoint_id=self.path, writer=self)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new save, at another path if one is given."""
+        """Begins a new save, at another path if one is given.
+
+        Waits if a save in another thread has the writer.
+        """
+        self._turn.take()
         if checkpoint_id is not None:
             self.path = checkpoint_id
         self._session = self._message = self._identity = None

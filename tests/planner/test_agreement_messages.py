@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 
+import alone
 import memory
 import numpy as np
 import pytest
@@ -487,3 +488,37 @@ def test_tied_weights_load_from_a_writer_that_replaces_the_metadata(tmp_path):
     assert torch.equal(weight, state["embed.weight"]) and torch.equal(weight, state["head.weight"])
     places = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
     assert 2 == len(places) and 1 == len({(p.relative_path, p.offset) for p in places.values()})
+
+
+def test_options_by_name_beside_lists_of_other_ranks_are_stored():
+    """One rank lists groups; another has a parameter that no list holds."""
+    states = [
+        {"opt": {"param_groups": [{"params": ["a"], "lr": 0.1}]}},
+        {"opt": {"param_groups": {"c": {"lr": 0.1}}}},
+    ]
+    grids = [Grids.from_sizes(rank, dp_replicate=2) for rank in range(2)]
+    checkpoint = memory.save(states, [LayoutAwareSavePlanner(grid=grid) for grid in grids])
+    found = {"opt": {"param_groups": {"c": {"lr": 0.0}}}}
+    memory.load(checkpoint, [found], [LayoutAwareLoadPlanner()])
+    assert 0.1 == found["opt"]["param_groups"]["c"]["lr"]
+    states[1]["opt"]["param_groups"]["c"]["lr"] = 0.3
+    with pytest.raises(RanksDisagreeError, match=r"c\.lr: rank 1 has another value than any group"):
+        memory.save(states, [LayoutAwareSavePlanner(grid=grid) for grid in grids])
+
+
+@pytest.mark.parametrize("collective", [True, False])
+def test_value_under_the_key_of_a_tensor_with_boxes_is_refused(tmp_path, collective):
+    """With collectives the planner sees it, without them who completes the save."""
+    tensor = torch.ones(2)
+    tensor.global_shape, tensor.global_offsets = (2,), ((0,),)
+    tensor.local_offsets, tensor.local_sizes = ((0,),), ((2,),)
+    states = [{"t": tensor}, {"t": torch.arange(4.0)}]
+    planners = [LayoutAwareSavePlanner(grid=Grids.from_sizes(r, dp_replicate=2)) for r in range(2)]
+    text = "t: t of the model has this key, and so has a value that belongs to no parameter"
+    if collective:
+        with pytest.raises(CheckpointError, match=text):
+            memory.save(states, planners)
+        return
+    errors = alone.save(tmp_path, states, planners)
+    assert all(text in str(error) for error in errors)
+    assert not (tmp_path / "checkpoint.json").exists()

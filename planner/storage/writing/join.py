@@ -65,10 +65,11 @@ def join(save: str, messages: Sequence[tuple[PlanMessage, int]], together: bool)
         agreement = compare(plans)
         if agreement.fault:
             raise PlansDiffer(agreement)
+        # Raises where keys meet, also of different kinds, or chunks do not cover a tensor.
+        checkpoint_metadata(agreement.stages, agreement.settled.entries)
         extras = _extras(agreement, plans)
         stages = [replace(stage, extras=()) for stage in agreement.stages]
         stages[0] = replace(stages[0], extras=extras)
-        checkpoint_metadata(stages)  # raises where keys meet or chunks do not cover a tensor
     late: dict[int, list[str]] = {}
     if not together:
         for place, reply in enumerate(agreement.replies):
