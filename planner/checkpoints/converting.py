@@ -15,6 +15,7 @@ from typing import Any
 
 from shardplan.layouts import CheckpointError, UnstorableValueError
 from shardplan.layouts.errors import summary
+from shardplan.layouts.slab import Shape
 
 from ..planning.metadata import UNPADDED
 from ..state.entries import Index, stock_path
@@ -30,10 +31,21 @@ FORMATS = ("dcp", "shardplan", "torch", "safetensors")
 
 
 def sources(checkpoint: Checkpoint) -> dict[str, Source]:
-    """Returns a checkpoint's tensors as sources that are read box by box."""
+    """Returns a checkpoint's tensors as sources that are read box by box.
+
+    What is damaged is not read: under new checksums nobody would know.
+
+    Raises:
+        DamagedCheckpointError: If files are missing or short; for a tensor, when it is first read.
+    """
+    checkpoint.check_files()
 
     def reader(key: str) -> Any:
-        return lambda offsets, sizes: checkpoint.read(key, offsets, sizes)
+        def read(offsets: Shape, sizes: Shape) -> Any:
+            checkpoint.check(key)
+            return checkpoint.read(key, offsets, sizes)
+
+        return read
 
     return {
         key: Source(checkpoint.dtype(key), checkpoint.shape(key), reader(key))
@@ -84,6 +96,8 @@ def _write(
 ) -> None:
     objects = [] if tensors_only else checkpoint.objects
     tensors = sources(checkpoint)
+    for key in objects:
+        checkpoint.check(key)
     if to == "safetensors":
         if objects:
             raise UnstorableValueError(

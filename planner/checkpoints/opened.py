@@ -69,6 +69,7 @@ class Checkpoint(ABC):
 
     def __init__(self, path: str | os.PathLike[str], files: Files, metadata: Metadata) -> None:
         self.path = os.fspath(path)
+        self._checked: set[str] = set()
         self.files = files
         self.metadata = metadata
         self.saved = Saved(metadata)
@@ -128,6 +129,32 @@ class Checkpoint(ABC):
     @abstractmethod
     def checksum_faults(self, key: str) -> Iterator[Fault]:
         """Yields the stored parts of a key whose bytes are not those that were written."""
+
+    def check_files(self) -> None:
+        """Refuses a checkpoint whose files are missing, short or overlap.
+
+        Raises:
+            DamagedCheckpointError: Naming the first fault.
+        """
+        for fault in self.structure_faults():
+            raise self._damaged(fault)
+
+    def check(self, key: str) -> None:
+        """Refuses a key whose bytes are not those that were written; reads them once for it.
+
+        Raises:
+            DamagedCheckpointError: Naming the first fault.
+        """
+        if key not in self._checked:
+            for fault in self.checksum_faults(key):
+                raise self._damaged(fault)
+            self._checked.add(key)
+
+    def _damaged(self, fault: Fault) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"{fault.where}: {fault.what} in {self.path}. Restore the file, or take another "
+            "checkpoint; shardplan verify names all that is wrong."
+        )
 
     def dtype(self, key: str) -> torch.dtype:
         """Returns the dtype of a tensor."""

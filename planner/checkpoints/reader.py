@@ -10,14 +10,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ..storage import SafetensorsReader
 from .opened import Checkpoint
 from .opening import open_checkpoint
+from .own import OwnCheckpoint
 
 
 class CheckpointReader(StorageReader):
     """Reads stock DCP folders, files of `torch.save` and safetensors without executing a pickle.
 
-    Each rank opens the files itself and reads no byte more than its boxes need.
+    Each rank opens the files itself and reads no byte more than its boxes need. Of tensors that a
+    rank reads from all their chunks, it first compares the checksums that the format has.
 
     Args:
         path: The checkpoint's folder or file, or its URL.
@@ -65,6 +68,20 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         checkpoint = self.checkpoint
+        if isinstance(
+            checkpoint, OwnCheckpoint
+        ):  # its own reader compares checksums block by block
+            own = SafetensorsReader(self._path)
+            own.read_metadata()
+            return own.read_data(plan, planner)
+        asked: dict[str, set[tuple[int, ...]]] = {}
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO and item.storage_index.offset is not None:
+                asked.setdefault(item.storage_index.fqn, set()).add(item.storage_index.offset)
+        for key, offsets in asked.items():
+            # The sums of these formats are of whole chunks: to compare them is to read all of them.
+            if offsets >= {tuple(chunk.offsets) for chunk in checkpoint.tensor(key).chunks}:
+                checkpoint.check(key)
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:

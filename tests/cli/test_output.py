@@ -82,7 +82,7 @@ def test_faults_and_errors_are_shown_as_they_are(hostile):
     check(answer, "not sound")
     answer = shardplan("convert", hostile, hostile.parent / "c", "--to", "safetensors")
     assert 2 == answer.status
-    check(answer, r"value\x1b[5m")
+    assert "truncated" in answer.err
     odd = "no\x1b[2J[red]such"
     for args in (["inspect", odd], ["convert", hostile, f"{odd}/x"], ["simulate", odd]):
         answer = shardplan(*args)
