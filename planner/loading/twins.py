@@ -10,6 +10,7 @@ from shardplan.layouts.errors import summary
 
 from ..compat import local_tensor
 from ..report import LoadReport
+from ..state.views import bytes_of
 from .reading import Saved
 
 Ask = Callable[[Any], None]
@@ -104,5 +105,4 @@ class Twins:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return bool(torch.equal(a, b))
+    return torch.equal(bytes_of(a), bytes_of(b))

@@ -9,7 +9,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
-from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner, LoadPolicies
+from shardplan.planner import (
+    LayoutAwareLoadPlanner,
+    LayoutAwareSavePlanner,
+    LoadPolicies,
+    SafetensorsReader,
+    SafetensorsWriter,
+)
 
 
 def save(path, state, **given):
@@ -60,6 +66,8 @@ FORMS = {
     "expanded": torch.arange(3.0).expand(2, 3),
     "channels last": BASE.view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
     "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "one element with a stride": BASE.view(4, 6)[:1, 1],
+    "one element of two dims with strides": BASE.view(4, 6)[2:3, 3::4],
     "negative": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
     "requires grad": torch.nn.Parameter(torch.arange(4.0)),
 }
@@ -89,6 +97,29 @@ def test_a_target_of_any_form_is_filled_where_it_is(form, tmp_path):
     load(tmp_path, state)
     assert state["w"] is target
     assert (place, values.tolist()) == (target.data_ptr(), target.tolist())
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("wrap", [lambda t: (t,), lambda t: {3: [t]}], ids=["tuple", "dict"])
+def test_one_element_with_a_stride_inside_a_python_value(wrap, own, tmp_path):
+    writer = {"storage_writer": SafetensorsWriter(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.save({"a": wrap(BASE.view(4, 6)[:1, 5])}, planner=LayoutAwareSavePlanner(), **writer)
+    state = {"a": wrap(torch.zeros(1))}
+    reader = {"storage_reader": SafetensorsReader(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.load(state, planner=LayoutAwareLoadPlanner(), **reader)
+    assert str(wrap(torch.tensor([5.0]))) == str(state["a"])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_tied_elements_with_a_stride_are_filled_from_two_copies(own, tmp_path):
+    writer = {"storage_writer": SafetensorsWriter(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    copies = {"a": torch.tensor([7.0]), "b": torch.tensor([7.0])}
+    dcp.save(copies, planner=LayoutAwareSavePlanner(), **writer)
+    matrix = torch.zeros(2, 3)
+    state = {"a": matrix[:1, 1], "b": matrix[:1, 1]}
+    reader = {"storage_reader": SafetensorsReader(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.load(state, planner=LayoutAwareLoadPlanner(), **reader)
+    assert [[0, 7, 0], [0, 0, 0]] == matrix.tolist()
 
 
 REFUSED = {

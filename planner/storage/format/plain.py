@@ -33,6 +33,7 @@ import torch
 
 from shardplan.layouts import CheckpointError, UnstorableValueError
 
+from ...state.views import bytes_of
 from .dtypes import dtype_name, dtype_of
 
 # No records: their field names would be lost.
@@ -128,8 +129,8 @@ def _write_other(value: Any) -> Any:
             raise TypeError(f"a {value.layout} tensor on {value.device} is not plain data")
         if type(value) is not torch.Tensor or value.requires_grad:
             raise TypeError("a tensor that requires a gradient is not plain data; detach() it")
-        local = value.resolve_conj().resolve_neg().cpu().contiguous()
-        raw = local.reshape(-1).view(torch.uint8).numpy().tobytes()
+        local = value.resolve_conj().resolve_neg().cpu()
+        raw = bytes_of(local).numpy().tobytes()
         return {"$tensor": [dtype_name(local.dtype), list(local.shape), _text(raw)]}
     plain_array = type(value) is np.ndarray or isinstance(value, np.generic)
     if plain_array and value.dtype.names is None and _ARRAY.match(value.dtype.str):
