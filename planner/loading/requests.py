@@ -36,7 +36,7 @@ from ..planning.optimizer import Forms, Numbering, names_of
 from ..planning.table import Chunk
 from ..policies import LoadPolicies
 from ..report import LoadReport
-from ..state.conversion import conversion_fault
+from ..state.conversion import PACKED, conversion_fault
 from ..state.described import describe, part_of
 from ..state.entries import Path, Place
 from ..state.per_rank import PerRank, Seat, indices_saved
@@ -472,6 +472,7 @@ class Requests:
         if isinstance(value, torch.Tensor):
             local = local_tensor(value)
             one = local.numel() == 1 and math.prod(size) == 1
+            one = one and PACKED not in (dtype, local.dtype)
             if tuple(local.shape) == size and dtype == local.dtype:
                 return Target(key, path, value, box)
             if one:
@@ -493,7 +494,8 @@ class Requests:
             )
         if value is None:
             return Target(key, path, torch.empty(size, dtype=dtype), box)
-        if math.prod(size) == 1 and isinstance(value, int | float | bool):
+        number = math.prod(size) == 1 and dtype is not PACKED
+        if number and isinstance(value, int | float | bool):
             return Target(
                 key, path, torch.empty(size, dtype=dtype), box, scalar=value, as_number=True
             )

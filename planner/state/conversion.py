@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 import torch
 
+# Two values in a byte: torch makes no numbers of it.
+PACKED = torch.float4_e2m1fn_x2
+
 DTypePolicy = Literal["exact", "widen", "cast"]
 
 
@@ -24,7 +27,7 @@ def conversion_fault(saved: torch.dtype, wanted: torch.dtype, policy: DTypePolic
         return None
     if policy == "exact":
         return "dtype='exact' allows no conversion"
-    if torch.float4_e2m1fn_x2 in (saved, wanted):
+    if PACKED in (saved, wanted):
         return (
             "float4 packs two values into a byte, and torch converts it to no other dtype. Load it "
             "into a tensor of the dtype that was saved"

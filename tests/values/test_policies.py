@@ -156,6 +156,10 @@ def test_float4_loads_into_float4_only(dtype, tmp_path):
     for live in ({"a": torch.zeros(4)}, {"b": blank}, {"c": blank}):
         with pytest.raises(CheckpointException, match=r"float4 packs two values .* that was saved"):
             load(str(tmp_path), live, dtype=dtype)
+    dcp.save({"a": four[:1]}, checkpoint_id=f"{tmp_path}/1", planner=LayoutAwareSavePlanner())
+    for one in (torch.zeros(1), 0.0):
+        with pytest.raises(CheckpointException, match=r"a: .* that was saved"):
+            load(f"{tmp_path}/1", {"a": one}, dtype=dtype)
     load(str(tmp_path), {"a": blank}, dtype=dtype)  # as the error says
     assert [0, 1, 2, 3] == blank.view(torch.uint8).tolist()
 
