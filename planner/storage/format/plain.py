@@ -230,11 +230,30 @@ def _own(name: str, inner: Any, classes: dict[str, type]) -> Any:
         )
     if name == "$enum":
         return cls[inner[1]]
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if gone := sorted(inner[1].keys() - fields.keys()):
+        raise CheckpointError(
+            f"the stored {inner[0]} has {', '.join(gone)}, which the program's class has no field "
+            "for. Give the class that field, or leave the value out of the state dict."
+        )
     made = object.__new__(cls)
-    for field in dataclasses.fields(cls):
-        if field.name in inner[1]:
-            object.__setattr__(made, field.name, _read(inner[1][field.name], classes))
+    for field in fields.values():
+        stored = field.name in inner[1]
+        value = _read(inner[1][field.name], classes) if stored else _default(inner[0], field)
+        object.__setattr__(made, field.name, value)
     return made
+
+
+def _default(owner: str, field: dataclasses.Field[Any]) -> Any:
+    """Returns the default of a field that the class did not have when it was saved."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    if field.default is dataclasses.MISSING:
+        raise CheckpointError(
+            f"the stored {owner} has no {field.name}, and the program's class gives that field no "
+            "default. Give it one, or leave the value out of the state dict."
+        )
+    return field.default
 
 
 def _bytes(text: str) -> bytes:
