@@ -21,7 +21,7 @@ from shardplan.layouts.slab import Box
 from .compat import local_tensor
 from .loading.delivery import Delivery, Target
 from .loading.groups import GroupLoad
-from .loading.leftover import unexpected_keys, unfilled
+from .loading.leftover import loaded_parts, skipped_parts, unexpected_keys, unfilled
 from .loading.reading import Saved
 from .loading.requests import Requests
 from .loading.twins import Twins
@@ -191,15 +191,18 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                     if key not in asked:
                         self._requests.group_value(group, key)
         self._requests.check()
+        known = [*self.report.loaded, *self._requests.empty]
+        counts = loaded_parts(known, snapshot.paths, raw)
+        self.report.skipped = partial(skipped_parts, self._saved.stored, counts)
         self.report.unexpected = partial(
             unexpected_keys,
             self._saved.stored,
-            [*self.report.loaded, *self._requests.empty],
+            known,
             holdings.held,
             holdings.chunks,
             [g.prefix for g in self._requests.groups if isinstance(g, GroupLoad)],
             self._requests.rank_prefixes,
-            _is_flat(snapshot.paths, raw),
+            counts,
             [state.named for state in numbered],
         )
         empty = self._requests.empty and unfilled(
@@ -375,9 +378,3 @@ class QuietLoadPlan(LoadPlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadPlan, ([], self.storage_data, self.planner_data)
-
-
-def _is_flat(paths: list[Path], values: list[Any]) -> bool:
-    """Whether a state dict has its tensors at the top, as `model.state_dict()` does, in no section."""
-    deep = [len(p) > 1 for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)]
-    return not any(deep) if deep else all(len(path) == 1 for path in paths)
