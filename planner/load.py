@@ -36,7 +36,7 @@ from .planning.optimizer import (
     numberings,
 )
 from .planning.table import LayoutOptions, LayoutTable
-from .planning.tied import shared_memory
+from .planning.tied import meeting_memory, shared_memory
 from .policies import LoadPolicies, PaddingPolicy
 from .report import LoadReport
 from .state.conversion import DTypePolicy
@@ -143,7 +143,9 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 self.report.materialized += map(key_of, made)
             named = self._named(snapshot.paths, raw)
             holdings = sort_values(self._table, [(n.path, raw[n.number]) for n in named])
-            self._twins = Twins(shared_memory([raw[n.number] for n in named]))
+            values = [raw[n.number] for n in named]
+            shared = shared_memory(values)
+            self._twins = Twins(shared, meeting_memory(values, shared))
             others = (*holdings.extras, *holdings.described, *holdings.per_rank)
             self._requests.tell_apart(
                 holdings.held, holdings.chunks, (key_of(path) for _, path in others)
