@@ -237,7 +237,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         for section, members in found.items():
             holder = reach(self._root, section)
             prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
-            groups = GroupLoad(section, holder["param_groups"], members, prefix, self._saved)
+            listed = [holder["param_groups"][number] for number in range(len(members))]
+            groups = GroupLoad(section, listed, members, prefix, self._saved)
             self._requests.groups.append(groups)
         taken = [
             (*g.section, "param_groups") for g in self._requests.groups if isinstance(g, GroupLoad)
@@ -250,9 +251,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
     def _saved_by_name(self, section: Path, names: Sequence[str]) -> bool:
         """Whether the checkpoint has the options of any of these parameters under its name."""
         prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
-        options = {
-            option for group in reach(self._root, section)["param_groups"] for option in group
-        }
+        groups = reach(self._root, section)["param_groups"]
+        options = {option for number in range(len(groups)) for option in groups[number]}
         stored = self._saved.stored
         return f"{prefix}.0.params" not in stored and any(
             f"{prefix}.{name}.{option}" in stored for name in names for option in options
