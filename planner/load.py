@@ -20,7 +20,7 @@ from shardplan.layouts.slab import Box
 
 from .compat import local_tensor
 from .loading.delivery import Delivery, Target
-from .loading.groups import GroupLoad
+from .loading.groups import FlattenedGroups, GroupLoad
 from .loading.leftover import loaded_parts, skipped_parts, unexpected_keys, unfilled
 from .loading.reading import Saved
 from .loading.requests import Requests
@@ -189,7 +189,7 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 self._requests.per_rank(key, value, Seat(key, value, self._table.grids))
             asked = {key for state in numbered for key in state.wanted()}
             for group in self._requests.groups:
-                for key in group.wanted() if isinstance(group, GroupLoad) else ():
+                for key in group.wanted() if isinstance(group, GroupLoad | FlattenedGroups) else ():
                     if key not in asked:
                         self._requests.group_value(group, key)
         self._requests.check()

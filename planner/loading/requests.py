@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from ..state.entries import Path, Place
 from ..state.per_rank import PerRank, Seat, indices_saved
 from ..state.storable import overlaps
 from .delivery import Delivery, Target
-from .groups import EqualValues, GroupLoad
+from .groups import EqualValues, FlattenedGroups, GroupLoad
 from .numbered import NumberedState, numbers_below, optimizer_prefix
 from .per_rank import choose
 from .reading import Saved
@@ -100,7 +101,8 @@ class Requests:
         self._delivery = delivery
         self.items: list[ReadItem] = []
         self.targets: list[Target] = []
-        self.groups: list[GroupLoad | EqualValues | NumberedState] = []
+        self.groups: list[GroupLoad | FlattenedGroups | EqualValues | NumberedState] = []
+        self._flat: dict[str, FlattenedGroups] = {}
         self.numbered: dict[str, NumberedState] = {}
         self._lacking: dict[str, str] = {}
         self._unknown: list[str] = []
@@ -425,6 +427,8 @@ class Requests:
         keys = next((f for f in written if all(saved.key(k) for k in f)), None)
         if keys is None:
             numbered = self._number_key(held, written[0][0])
+            if numbered is None and self._flattened(written, path, value):
+                return
             keys = written[0] if numbered is None else [numbered]
         if len(keys) == 1 or not all(saved.key(key) for key in keys):
             for key in keys:
@@ -436,6 +440,22 @@ class Requests:
         for key in keys:
             self.group_value(one, saved.key(key) or key)
 
+    def _flattened(self, forms: Sequence[Sequence[str]], path: Path, value: Any) -> bool:
+        """Asks for an option by its parameter's name where the checkpoint has a list of groups."""
+        before, mark, _ = f".{forms[0][0]}".partition(".param_groups.")
+        prefix = f"{before}{mark}"[1:]
+        if not mark or not path or f"{prefix}0.params" not in self._saved.stored:
+            return False
+        groups = self._flat.get(prefix)
+        if groups is None:
+            groups = self._flat[prefix] = FlattenedGroups(prefix, self._saved)
+            self.groups.append(groups)
+        target = Target(forms[0][0], path, None, scalar=value)
+        # Parameters of one group may share a tensor.
+        ident = local_tensor(value).data_ptr() if isinstance(value, torch.Tensor) else path
+        groups.add(forms, ident, partial(self._delivery.settle, target))
+        return True
+
     def value(self, key: str, path: Path, value: Any) -> None:
         """Plans the read of a value that every rank loads whole."""
         saved = self._saved
@@ -444,7 +464,7 @@ class Requests:
             # An empty container that the checkpoint lacks asks for nothing.
             if isinstance(value, Mapping | list) and not value:
                 self.empty.append(key)
-            else:
+            elif not self._flattened([[key]], path, value):
                 self._report.missing.append(key)
             return
         stored = saved.stored[name]
@@ -506,7 +526,9 @@ class Requests:
         )
         return None
 
-    def group_value(self, group: GroupLoad | EqualValues | NumberedState, key: str) -> None:
+    def group_value(
+        self, group: GroupLoad | FlattenedGroups | EqualValues | NumberedState, key: str
+    ) -> None:
         """Plans the read of a value that something else takes."""
         stored = self._saved.stored[key]
         if isinstance(stored, BytesStorageMetadata):
