@@ -173,7 +173,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                         self._requests.shard(held, value, chunk.grids)
                 else:
                     forms = names_of(held.layout, chunk.grids.of(held.layout.family))
-                    self._requests.scalar(held, forms, path, value)
+                    first = self._twins.first(held.number)
+                    self._requests.scalar(held, forms, path, value, first)
             for number, path in holdings.extras:
                 key, value = key_of(path), raw[named[number].number]
                 if number in self._twins:

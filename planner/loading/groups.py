@@ -321,10 +321,12 @@ class EqualValues:
 
     Args:
         settle: Takes the value in the end.
+        why: Why it is one value, and what to do, for errors.
     """
 
-    def __init__(self, settle: Callable[[Any], None]) -> None:
+    def __init__(self, settle: Callable[[Any], None], why: str) -> None:
         self._settle = settle
+        self._why = why
         self._values: dict[str, Any] = {}
 
     def receive(self, key: str, value: Any) -> None:
@@ -341,8 +343,7 @@ class EqualValues:
         for key, other in others:
             if not same_value(other, value):
                 raise CheckpointError(
-                    f"{key}: saved as {other!r}, but {first} as {value!r}, and one stacked "
-                    "parameter holds both now. Load into single experts, or make them equal."
+                    f"{key}: saved as {other!r}, but {first} as {value!r}, and {self._why}"
                 )
         self._settle(value)
         return []

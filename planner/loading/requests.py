@@ -102,6 +102,7 @@ class Requests:
         self.items: list[ReadItem] = []
         self.targets: list[Target] = []
         self.groups: list[GroupLoad | FlattenedGroups | EqualValues | NumberedState] = []
+        self._equal: dict[int | None, EqualValues] = {}
         self._flat: dict[str, FlattenedGroups] = {}
         self.numbered: dict[str, NumberedState] = {}
         self._lacking: dict[str, str] = {}
@@ -420,8 +421,13 @@ class Requests:
         if pads:
             self.pads.append((key, tensor, pads))
 
-    def scalar(self, held: Holding, forms: Forms, path: Path, value: Any) -> None:
-        """Plans the read of a parameter's scalar, under the names that the checkpoint has."""
+    def scalar(
+        self, held: Holding, forms: Forms, path: Path, value: Any, first: int | None = None
+    ) -> None:
+        """Plans the read of a parameter's scalar, under the names that the checkpoint has.
+
+        Scalars that are one tensor have the same `first`; what was saved for them must be equal.
+        """
         saved, place = self._saved, held.kind.place
         written = [[place.key(name) for name in names] for names in forms]
         keys = next((f for f in written if all(saved.key(k) for k in f)), None)
@@ -430,15 +436,39 @@ class Requests:
             if numbered is None and self._flattened(written, path, value):
                 return
             keys = written[0] if numbered is None else [numbered]
+        found = [name for key in keys if (name := saved.key(key)) is not None]
+        one_tensor = first is not None and local_tensor(value).numel() == 1
+        if one_tensor and len(found) == len(keys) and all(map(self._is_number, found)):
+            target = Target(keys[0], path, None, scalar=value)
+            equal = self._equal.get(first)
+            if equal is None:
+                equal = self._equal[first] = EqualValues(
+                    partial(self._delivery.settle, target),
+                    "one tensor holds both now. Load into a tensor for each.",
+                )
+                self.groups.append(equal)
+            for name in found:
+                self.group_value(equal, name)
+            return
         if len(keys) == 1 or not all(saved.key(key) for key in keys):
             for key in keys:
                 self.value(key, path, value)
             return
         target = Target(keys[0], path, None, scalar=value)
-        one = EqualValues(lambda found: self._delivery.settle(target, found))
+        one = EqualValues(
+            partial(self._delivery.settle, target),
+            "one stacked parameter holds both now. Load into single experts, or make them equal.",
+        )
         self.groups.append(one)
         for key in keys:
             self.group_value(one, saved.key(key) or key)
+
+    def _is_number(self, name: str) -> bool:
+        """Whether what the checkpoint has under a name can be one number."""
+        stored = self._saved.stored[name]
+        if isinstance(stored, BytesStorageMetadata):
+            return True
+        return math.prod(stored.size) == 1 and stored.properties.dtype is not PACKED
 
     def _flattened(self, forms: Sequence[Sequence[str]], path: Path, value: Any) -> bool:
         """Asks for an option by its parameter's name where the checkpoint has a list of groups."""

@@ -65,6 +65,10 @@ class Twins:
     def __contains__(self, number: int) -> bool:
         return number in self._first
 
+    def first(self, number: int) -> int | None:
+        """Returns the position of the first tensor that is the same memory, None if it is alone."""
+        return self._first.get(number)
+
     def add(
         self,
         number: int,

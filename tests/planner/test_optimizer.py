@@ -178,6 +178,29 @@ def test_one_tensor_for_two_parameters_of_groups_with_different_rates():
     flat_load(checkpoint, shapes, {"a.lr": rate, "d.lr": torch.tensor(0.0)})  # as the error says
 
 
+@pytest.mark.parametrize("model", [{"a": (2,), "b": (2,)}, None], ids=["model", "no model"])
+def test_one_tensor_for_two_parameters_whose_rates_were_saved_apart(model):
+    def state(a, b):
+        rates = {"param_groups.a.lr": a, "param_groups.b.lr": b}
+        return {"optim": {"state.a.m": torch.ones(2), "state.b.m": torch.ones(2), **rates}}
+
+    def load(saved, live):
+        checkpoint = memory.save([saved], [LayoutAwareSavePlanner(model)])
+        memory.load(checkpoint, [live], [LayoutAwareLoadPlanner(model)])
+
+    for kind in (torch.tensor, float):
+        rate = torch.tensor(0.0)
+        load(state(kind(0.5), kind(0.5)), state(rate, rate))
+        assert 0.5 == rate.item()
+        with pytest.raises(
+            CheckpointError, match=r"optim\.param_groups\.[ab]\.lr.* both now|they sh"
+        ):
+            load(state(kind(0.25), kind(0.5)), state(rate, rate))
+        apart = state(torch.tensor(0.0), torch.tensor(0.0))  # as the error says
+        load(state(kind(0.25), kind(0.5)), apart)
+        assert 0.25 == apart["optim"]["param_groups.a.lr"].item()
+
+
 def test_a_list_of_numbers_does_not_load_into_the_flattened_form_by_itself():
     _, optimizer = trained(0, 1, torch.optim.SGD)  # without momentum: groups, and no state
     checkpoint = memory.save([{"optim": optimizer.state_dict()}], [DefaultSavePlanner()])
