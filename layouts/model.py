@@ -60,7 +60,35 @@ def _is_wrapper(module: Any) -> bool:
     gives = getattr(type(module), "state_dict", None)
     if getattr(gives, "__qualname__", "Module.state_dict") == "Module.state_dict":
         return False
-    return [name for name, _ in module.named_children()] == ["module"]
+    return [name for name, _ in module.named_children()] == ["module"] and _leaves_out(module)
+
+
+class _Asked:
+    """Stands for a child module and notes under which prefix its state dict is asked for."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[str] = []
+
+    def state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        self.prefixes.append(prefix)
+        return {} if destination is None else destination
+
+
+def _leaves_out(module: Any) -> bool:
+    """Whether a module's own `state_dict` leaves its child's name out of the keys.
+
+    That of a copy of the module alone is called: the child's may be large, or send messages.
+    """
+    child, copy = _Asked(), object.__new__(type(module))
+    copy.__dict__.update(vars(module))
+    copy.__dict__["_modules"] = {"module": child}
+    try:
+        copy.state_dict()
+    except Exception:  # it asks the child for more, and nobody knows what it makes of that
+        return False
+    return child.prefixes == [""]
 
 
 Owners = tuple[tuple[str, Any], ...]
@@ -121,12 +149,13 @@ class ModelLayouts(dict[str, Layout]):
 def _tensors(model: Any) -> Iterator[tuple[str, Any, Owners, bool]]:
     """Yields name, tensor, owners and whether it is a parameter; tied ones under each name."""
     owners = dict(_chains(model))
-    # A checkpointing wrapper at the root leaves its own tokens out of its parameters' names.
-    own = {chain[-1][0]: chain for chain in owners.values()}
+    # A checkpointing wrapper at the root leaves its own token out of its parameters' names.
+    token = "_checkpoint_wrapped_module"
+    own = {".".join(p for p in path.split(".") if p != token): c for path, c in owners.items()}
     for trained, tensors in ((True, model.named_parameters), (False, model.named_buffers)):
         for path, tensor in tensors(remove_duplicate=False):
             parent, _, name = path.rpartition(".")
-            chain = owners[parent] if parent in owners else own[parent]
+            chain = own[parent] if parent in own else owners[parent]
             place = chain[-1][0]
             yield f"{place}.{name}" if place else name, tensor, chain, trained
 

@@ -20,8 +20,8 @@ from shardplan.layouts.slab import Box
 
 from .compat import local_tensor
 from .loading.delivery import Delivery, Target
-from .loading.groups import GroupLoad
-from .loading.leftover import unexpected_keys, unfilled
+from .loading.groups import FlattenedGroups, GroupLoad
+from .loading.leftover import loaded_parts, skipped_parts, unexpected_keys, unfilled
 from .loading.reading import Saved
 from .loading.requests import Requests
 from .loading.twins import Twins
@@ -36,7 +36,7 @@ from .planning.optimizer import (
     numberings,
 )
 from .planning.table import LayoutOptions, LayoutTable
-from .planning.tied import shared_memory
+from .planning.tied import meeting_memory, shared_memory
 from .policies import LoadPolicies, PaddingPolicy
 from .report import LoadReport
 from .state.conversion import DTypePolicy
@@ -143,7 +143,9 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 self.report.materialized += map(key_of, made)
             named = self._named(snapshot.paths, raw)
             holdings = sort_values(self._table, [(n.path, raw[n.number]) for n in named])
-            self._twins = Twins(shared_memory([raw[n.number] for n in named]))
+            values = [raw[n.number] for n in named]
+            shared = shared_memory(values)
+            self._twins = Twins(shared, meeting_memory(values, shared))
             others = (*holdings.extras, *holdings.described, *holdings.per_rank)
             self._requests.tell_apart(
                 holdings.held, holdings.chunks, (key_of(path) for _, path in others)
@@ -171,7 +173,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                         self._requests.shard(held, value, chunk.grids)
                 else:
                     forms = names_of(held.layout, chunk.grids.of(held.layout.family))
-                    self._requests.scalar(held, forms, path, value)
+                    first = self._twins.first(held.number)
+                    self._requests.scalar(held, forms, path, value, first)
             for number, path in holdings.extras:
                 key, value = key_of(path), raw[named[number].number]
                 if number in self._twins:
@@ -187,19 +190,22 @@ class LayoutAwareLoadPlanner(LoadPlanner):
                 self._requests.per_rank(key, value, Seat(key, value, self._table.grids))
             asked = {key for state in numbered for key in state.wanted()}
             for group in self._requests.groups:
-                for key in group.wanted() if isinstance(group, GroupLoad) else ():
+                for key in group.wanted() if isinstance(group, GroupLoad | FlattenedGroups) else ():
                     if key not in asked:
                         self._requests.group_value(group, key)
         self._requests.check()
+        known = [*self.report.loaded, *self._requests.empty]
+        counts = loaded_parts(known, snapshot.paths, raw)
+        self.report.skipped = partial(skipped_parts, self._saved.stored, counts)
         self.report.unexpected = partial(
             unexpected_keys,
             self._saved.stored,
-            [*self.report.loaded, *self._requests.empty],
+            known,
             holdings.held,
             holdings.chunks,
             [g.prefix for g in self._requests.groups if isinstance(g, GroupLoad)],
             self._requests.rank_prefixes,
-            _is_flat(snapshot.paths, raw),
+            counts,
             [state.named for state in numbered],
         )
         empty = self._requests.empty and unfilled(
@@ -232,7 +238,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
         for section, members in found.items():
             holder = reach(self._root, section)
             prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
-            groups = GroupLoad(section, holder["param_groups"], members, prefix, self._saved)
+            listed = [holder["param_groups"][number] for number in range(len(members))]
+            groups = GroupLoad(section, listed, members, prefix, self._saved)
             self._requests.groups.append(groups)
         taken = [
             (*g.section, "param_groups") for g in self._requests.groups if isinstance(g, GroupLoad)
@@ -245,9 +252,8 @@ class LayoutAwareLoadPlanner(LoadPlanner):
     def _saved_by_name(self, section: Path, names: Sequence[str]) -> bool:
         """Whether the checkpoint has the options of any of these parameters under its name."""
         prefix = key_of(self._table.names.on_disk((*section, "param_groups")))
-        options = {
-            option for group in reach(self._root, section)["param_groups"] for option in group
-        }
+        groups = reach(self._root, section)["param_groups"]
+        options = {option for number in range(len(groups)) for option in groups[number]}
         stored = self._saved.stored
         return f"{prefix}.0.params" not in stored and any(
             f"{prefix}.{name}.{option}" in stored for name in names for option in options
@@ -375,9 +381,3 @@ class QuietLoadPlan(LoadPlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadPlan, ([], self.storage_data, self.planner_data)
-
-
-def _is_flat(paths: list[Path], values: list[Any]) -> bool:
-    """Whether a state dict has its tensors at the top, as `model.state_dict()` does, in no section."""
-    deep = [len(p) > 1 for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)]
-    return not any(deep) if deep else all(len(path) == 1 for path in paths)

@@ -18,13 +18,16 @@ class _Later:
     def __get__(self, report: Any, kind: type) -> Any:
         if report is None:
             return ()  # the default
-        held = report.__dict__["unexpected"]
+        held = report.__dict__[self._name]
         if callable(held):
-            held = report.__dict__["unexpected"] = held()
+            held = report.__dict__[self._name] = held()
         return held
 
+    def __set_name__(self, report: type, name: str) -> None:
+        self._name = name
+
     def __set__(self, report: Any, value: Any) -> None:
-        report.__dict__["unexpected"] = value if callable(value) else list(value)
+        report.__dict__[self._name] = value if callable(value) else list(value)
 
 
 @dataclass
@@ -36,9 +39,10 @@ class LoadReport:
         missing: Keys that the checkpoint lacks; empty after a strict load, but for
             `_extra_state`, which may come and go, and options of groups without parameters.
         unexpected: Keys in the sections that were loaded which nothing asked for, other experts
-            of the same layers aside. With pipeline stages each stage lists the others' layers. It
-            is made when it is first asked for. That may read more of the checkpoint's manifest than
-            the load did, and is a `CheckpointError` if this can't be read any more.
+            of the same layers aside, and keys beside the sections if any of those was asked for.
+            With pipeline stages each stage lists the others' layers.
+        skipped: Whole sections that nothing asked for, such as an optimizer's where only the model
+            is loaded, and keys beside the sections if none of those was asked for. No error.
         converted: Key → saved and wanted form, where they differ: dtype, or kind of a scalar.
         padded: Keys whose padding was filled by the padding policy.
         replaced: Keys of blobs that were replaced whole by one of another size.
@@ -48,11 +52,16 @@ class LoadReport:
             was taken for, by the order of the live optimizer. Nothing can tell whether the saved
             one had another order among parameters of one shape.
         ranks: Key of a `PerRank` value → what was done where the numbers of ranks differ.
+
+    `unexpected` and `skipped` are made when they are first asked for. That may read more of the
+    checkpoint's manifest than the load did, and is a `CheckpointError` if this can't be read any
+    more.
     """
 
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: _Later = _Later()
+    skipped: _Later = _Later()
     converted: dict[str, tuple[str, str]] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)

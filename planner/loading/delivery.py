@@ -13,7 +13,7 @@ from ..report import LoadReport
 from ..state.conversion import exact_number
 from ..state.entries import Path, put, reach
 from ..state.per_rank import PerRank
-from .groups import EqualValues, GroupLoad
+from .groups import EqualValues, FlattenedGroups, GroupLoad
 from .numbered import NumberedState
 
 
@@ -36,7 +36,7 @@ class Target:
     path: Path
     tensor: torch.Tensor | None
     box: Box | None = None
-    group: GroupLoad | EqualValues | NumberedState | None = None
+    group: GroupLoad | FlattenedGroups | EqualValues | NumberedState | None = None
     scalar: Any = None
     as_number: bool = False
     holder: PerRank | None = None

@@ -219,15 +219,114 @@ class GroupLoad:
         )
 
 
+class FlattenedGroups:
+    """Loads options by parameter name, `param_groups.{name}.{option}`, from a list of groups.
+
+    Args:
+        prefix: What stands before the groups' numbers, up to the dot.
+        saved: The checkpoint.
+    """
+
+    def __init__(self, prefix: str, saved: Saved) -> None:
+        self._prefix = prefix
+        self._keys = saved.below(prefix)
+        self._values: dict[str, Any] = {}
+        self._asked: list[tuple[Sequence[Sequence[str]], Any, Callable[[Any], None]]] = []
+
+    def add(
+        self, forms: Sequence[Sequence[str]], ident: Any, settle: Callable[[Any], None]
+    ) -> None:
+        """Asks for one option.
+
+        Args:
+            forms: Keys by name that it may have, in each form; all of one form hold it.
+            ident: The place that it goes to; two options of one place must be equal.
+            settle: Takes the value in the end.
+        """
+        self._asked.append((forms, ident, settle))
+
+    def wanted(self) -> Iterable[str]:
+        """Returns the keys to read."""
+        return [key for key in self._keys if not key.endswith(".param_names")]
+
+    def receive(self, key: str, value: Any) -> None:
+        """Takes the value of a key that was read."""
+        self._values[key] = value
+
+    def finish(self, strict: bool) -> list[str]:
+        """Puts the options into their places; none if it is strict and any is missing.
+
+        Returns:
+            The keys that the checkpoint lacks.
+
+        Raises:
+            CheckpointError: If the groups list numbers, or two parameters that have one option
+                together were saved in groups with different ones.
+        """
+        group_of: dict[str, str] = {}
+        for key, listed in self._values.items():
+            group, _, option = key[len(self._prefix) :].partition(".")
+            if option == "params":
+                if any(isinstance(entry, int) for entry in listed):
+                    raise CheckpointError(
+                        f"{key}: the checkpoint numbers the parameters of its groups, and the state "
+                        "dict names them. Load into optimizer.state_dict(), and pass optimizer= to "
+                        "the planner."
+                    )
+                group_of.update((str(name), group) for name in listed)
+        known = Known(group_of)
+        missing: list[str] = []
+        faults: list[str] = []
+        found: list[tuple[Callable[[Any], None], Any]] = []
+        places: dict[Any, tuple[str, Any]] = {}
+        for forms, ident, settle in self._asked:
+            pairs = [
+                [(key, self._in_group(key, known, group_of)) for key in form] for form in forms
+            ]
+            form = next((f for f in pairs if all(at in self._values for _, at in f)), None)
+            if form is None:
+                missing += forms[0]
+                continue
+            for key, at in form:
+                first, value = places.setdefault(ident, (key, self._values[at]))
+                if not same_value(value, self._values[at]):
+                    faults.append(
+                        f"{key}: saved as {self._values[at]!r}, but {first} as {value!r}, and one "
+                        "value holds both now"
+                    )
+            found.append((settle, self._values[form[0][1]]))
+        if faults:
+            raise CheckpointError(
+                f"{summary(faults)}. Build the optimizer with the groups that were saved."
+            )
+        if not (strict and missing):
+            for settle, value in found:
+                settle(value)
+        return missing
+
+    def _in_group(self, key: str, known: Known, group_of: Mapping[str, str]) -> str:
+        """Returns the key in the saved list for one by name, the key itself if there is none."""
+        name, _, option = key[len(self._prefix) :].rpartition(".")
+        while name:
+            own = known.find(name, stored=True)
+            if own is not None:
+                return f"{self._prefix}{group_of[own]}.{option}"
+            name, _, last = name.rpartition(".")
+            option = f"{last}.{option}"
+        return key
+
+
 class EqualValues:
     """Loads one value that the checkpoint has several times; it must be the same each time.
 
     Args:
         settle: Takes the value in the end.
+        why: Why it is one value, and what to do, for errors.
     """
 
-    def __init__(self, settle: Callable[[Any], None]) -> None:
+    def __init__(self, settle: Callable[[Any], None], why: str) -> None:
         self._settle = settle
+        self._why = why
         self._values: dict[str, Any] = {}
 
     def receive(self, key: str, value: Any) -> None:
@@ -244,8 +343,7 @@ class EqualValues:
         for key, other in others:
             if not same_value(other, value):
                 raise CheckpointError(
-                    f"{key}: saved as {other!r}, but {first} as {value!r}, and one stacked "
-                    "parameter holds both now. Load into single experts, or make them equal."
+                    f"{key}: saved as {other!r}, but {first} as {value!r}, and {self._why}"
                 )
         self._settle(value)
         return []

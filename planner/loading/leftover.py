@@ -1,7 +1,10 @@
 """Keys of a checkpoint that nothing in a load accounts for."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
+
+import torch
 
 from shardplan.layouts import EXPERT, Grid, Layout, clean_name
 from shardplan.layouts.layout import evaluate
@@ -13,9 +16,45 @@ from ..planning.holdings import Holding
 from ..planning.manifest import SHARD, all_value_names, value_names
 from ..planning.optimizer import components
 from ..planning.table import Chunk
-from ..state.entries import Place
+from ..state.entries import Path, Place, key_of
 
 _Names = tuple[tuple[str, int | None], ...]
+
+
+def loaded_parts(
+    loaded: Iterable[str], paths: Sequence[Path], values: Sequence[Any]
+) -> Callable[[str], bool]:
+    """Returns what tells whether a key of the checkpoint is in a part of it that is loaded.
+
+    The parts are sections, which hold the keys with one first word, and the keys beside them, which
+    have one word only. The tensors of a state dict without sections are one part, all of it.
+
+    Args:
+        loaded: The checkpoint's keys that this rank loads.
+        paths: Paths of the state dict.
+        values: Its values.
+    """
+    sections = {key.partition(".")[0] for key in loaded}
+    tensors = [p for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)]
+    # `layers.0.weight` beside sections is of a model that has none.
+    flat = any(len(path) == 1 and "." in key_of(path) for path in tensors) or all(
+        len(path) == 1 for path in tensors or paths
+    )
+    beside = any(
+        len(path) == 1 and not (isinstance(value, Mapping | list) and not value)
+        for path, value in zip(paths, values, strict=True)
+    )
+
+    def counts(key: str) -> bool:
+        section, dot, _ = key.partition(".")
+        return flat or section in sections or (beside and not dot)
+
+    return counts
+
+
+def skipped_parts(stored: Iterable[str], counts: Callable[[str], bool]) -> list[str]:
+    """Returns the sections of a checkpoint, and the keys beside them, that no load asked for."""
+    return list(dict.fromkeys(key.partition(".")[0] for key in stored if not counts(key)))
 
 
 def unexpected_keys(
@@ -24,8 +63,8 @@ def unexpected_keys(
     held: Sequence[Holding],
     chunks: Sequence[Chunk],
     group_prefixes: Sequence[str],
-    rank_prefixes: Sequence[str] = (),
-    flat: bool = False,
+    rank_prefixes: Sequence[str],
+    counts: Callable[[str], bool],
     by_number: Sequence[Callable[[str], str]] = (),
 ) -> list[str]:
     """Returns the keys in the loaded sections that neither this rank nor another shard asks for.
@@ -42,14 +81,11 @@ def unexpected_keys(
         chunks: The model's chunks.
         group_prefixes: Keys of the lists of parameter groups, with their last dot.
         rank_prefixes: Keys of values of which every rank has its own, up to the index.
-        flat: Whether the state dict has no sections, so that every key of the checkpoint counts.
+        counts: Whether a key of the checkpoint is in a part of it that is loaded.
         by_number: Each gives the key by name for one of an optimizer's state by number.
     """
     known = set(loaded)
-    sections = {key.partition(".")[0] for key in known}
-    left = [
-        key for key in stored if key not in known and (flat or key.partition(".")[0] in sections)
-    ]
+    left = [key for key in stored if key not in known and counts(key)]
     if not left:
         return []
     places: dict[int, dict[tuple[Place, bool], set[int]]] = {}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +37,13 @@ from ..planning.optimizer import Forms, Numbering, names_of
 from ..planning.table import Chunk
 from ..policies import LoadPolicies
 from ..report import LoadReport
-from ..state.conversion import conversion_fault
+from ..state.conversion import PACKED, conversion_fault
 from ..state.described import describe, part_of
 from ..state.entries import Path, Place
 from ..state.per_rank import PerRank, Seat, indices_saved
 from ..state.storable import overlaps
 from .delivery import Delivery, Target
-from .groups import EqualValues, GroupLoad
+from .groups import EqualValues, FlattenedGroups, GroupLoad
 from .numbered import NumberedState, numbers_below, optimizer_prefix
 from .per_rank import choose
 from .reading import Saved
@@ -100,7 +101,9 @@ class Requests:
         self._delivery = delivery
         self.items: list[ReadItem] = []
         self.targets: list[Target] = []
-        self.groups: list[GroupLoad | EqualValues | NumberedState] = []
+        self.groups: list[GroupLoad | FlattenedGroups | EqualValues | NumberedState] = []
+        self._equal: dict[int | None, EqualValues] = {}
+        self._flat: dict[str, FlattenedGroups] = {}
         self.numbered: dict[str, NumberedState] = {}
         self._lacking: dict[str, str] = {}
         self._unknown: list[str] = []
@@ -418,23 +421,70 @@ class Requests:
         if pads:
             self.pads.append((key, tensor, pads))
 
-    def scalar(self, held: Holding, forms: Forms, path: Path, value: Any) -> None:
-        """Plans the read of a parameter's scalar, under the names that the checkpoint has."""
+    def scalar(
+        self, held: Holding, forms: Forms, path: Path, value: Any, first: int | None = None
+    ) -> None:
+        """Plans the read of a parameter's scalar, under the names that the checkpoint has.
+
+        Scalars that are one tensor have the same `first`; what was saved for them must be equal.
+        """
         saved, place = self._saved, held.kind.place
         written = [[place.key(name) for name in names] for names in forms]
         keys = next((f for f in written if all(saved.key(k) for k in f)), None)
         if keys is None:
             numbered = self._number_key(held, written[0][0])
+            if numbered is None and self._flattened(written, path, value):
+                return
             keys = written[0] if numbered is None else [numbered]
+        found = [name for key in keys if (name := saved.key(key)) is not None]
+        one_tensor = first is not None and local_tensor(value).numel() == 1
+        if one_tensor and len(found) == len(keys) and all(map(self._is_number, found)):
+            target = Target(keys[0], path, None, scalar=value)
+            equal = self._equal.get(first)
+            if equal is None:
+                equal = self._equal[first] = EqualValues(
+                    partial(self._delivery.settle, target),
+                    "one tensor holds both now. Load into a tensor for each.",
+                )
+                self.groups.append(equal)
+            for name in found:
+                self.group_value(equal, name)
+            return
         if len(keys) == 1 or not all(saved.key(key) for key in keys):
             for key in keys:
                 self.value(key, path, value)
             return
         target = Target(keys[0], path, None, scalar=value)
-        one = EqualValues(lambda found: self._delivery.settle(target, found))
+        one = EqualValues(
+            partial(self._delivery.settle, target),
+            "one stacked parameter holds both now. Load into single experts, or make them equal.",
+        )
         self.groups.append(one)
         for key in keys:
             self.group_value(one, saved.key(key) or key)
+
+    def _is_number(self, name: str) -> bool:
+        """Whether what the checkpoint has under a name can be one number."""
+        stored = self._saved.stored[name]
+        if isinstance(stored, BytesStorageMetadata):
+            return True
+        return math.prod(stored.size) == 1 and stored.properties.dtype is not PACKED
+
+    def _flattened(self, forms: Sequence[Sequence[str]], path: Path, value: Any) -> bool:
+        """Asks for an option by its parameter's name where the checkpoint has a list of groups."""
+        before, mark, _ = f".{forms[0][0]}".partition(".param_groups.")
+        prefix = f"{before}{mark}"[1:]
+        if not mark or not path or f"{prefix}0.params" not in self._saved.stored:
+            return False
+        groups = self._flat.get(prefix)
+        if groups is None:
+            groups = self._flat[prefix] = FlattenedGroups(prefix, self._saved)
+            self.groups.append(groups)
+        target = Target(forms[0][0], path, None, scalar=value)
+        # Parameters of one group may share a tensor.
+        ident = local_tensor(value).data_ptr() if isinstance(value, torch.Tensor) else path
+        groups.add(forms, ident, partial(self._delivery.settle, target))
+        return True
 
     def value(self, key: str, path: Path, value: Any) -> None:
         """Plans the read of a value that every rank loads whole."""
@@ -444,7 +494,7 @@ class Requests:
             # An empty container that the checkpoint lacks asks for nothing.
             if isinstance(value, Mapping | list) and not value:
                 self.empty.append(key)
-            else:
+            elif not self._flattened([[key]], path, value):
                 self._report.missing.append(key)
             return
         stored = saved.stored[name]
@@ -472,6 +522,7 @@ class Requests:
         if isinstance(value, torch.Tensor):
             local = local_tensor(value)
             one = local.numel() == 1 and math.prod(size) == 1
+            one = one and PACKED not in (dtype, local.dtype)
             if tuple(local.shape) == size and dtype == local.dtype:
                 return Target(key, path, value, box)
             if one:
@@ -493,7 +544,8 @@ class Requests:
             )
         if value is None:
             return Target(key, path, torch.empty(size, dtype=dtype), box)
-        if math.prod(size) == 1 and isinstance(value, int | float | bool):
+        number = math.prod(size) == 1 and dtype is not PACKED
+        if number and isinstance(value, int | float | bool):
             return Target(
                 key, path, torch.empty(size, dtype=dtype), box, scalar=value, as_number=True
             )
@@ -504,7 +556,9 @@ class Requests:
         )
         return None
 
-    def group_value(self, group: GroupLoad | EqualValues | NumberedState, key: str) -> None:
+    def group_value(
+        self, group: GroupLoad | FlattenedGroups | EqualValues | NumberedState, key: str
+    ) -> None:
         """Plans the read of a value that something else takes."""
         stored = self._saved.stored[key]
         if isinstance(stored, BytesStorageMetadata):

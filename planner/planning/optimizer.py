@@ -71,7 +71,7 @@ def by_name(
     Raises:
         CheckpointError: If an integer names no known parameter.
     """
-    groups = _group_sections(paths)
+    groups = _group_sections(paths, values)
     if not groups:
         return None
     members = {section: _members(section, paths, values, table, ids) for section in groups}
@@ -113,7 +113,7 @@ def group_members(
         saved_by_name: Whether a checkpoint has the options of a section's parameters by name.
     """
     found = {}
-    for section in _group_sections(paths):
+    for section in _group_sections(paths, values):
         members = _members(section, paths, values, table, ids)
         if members is not None:
             found[section] = [
@@ -133,7 +133,7 @@ def numberings(
 ) -> dict[Path, Numbering]:
     """Returns how each optimizer state of a state dict numbers its parameters, if it does."""
     found = {}
-    for section in _group_sections(paths):
+    for section in _group_sections(paths, values):
         members = _members(section, paths, values, table, ids)
         if members is not None and members.ids:
             sizes = tuple(len(listed) for _, listed in sorted(members.groups.items()))
@@ -165,15 +165,24 @@ def lists_members(path: Path) -> bool:
     return path[-1] in _MEMBERS and _GROUPS in path
 
 
-def _group_sections(paths: Sequence[Path]) -> list[Path]:
-    """Returns the paths of the optimizer states that have `param_groups` as a list."""
-    found: dict[Path, None] = {}
-    for path in paths:
+def _group_sections(paths: Sequence[Path], values: Sequence[Any]) -> list[Path]:
+    """Returns the paths of the optimizer states that have `param_groups` as a list.
+
+    Each group lists its `params`; what else has this name is a value like any other.
+    """
+    found: dict[Path, dict[Any, bool]] = {}
+    for path, value in zip(paths, values, strict=True):
         if _GROUPS in path:
             at = path.index(_GROUPS)
-            if len(path) > at + 2 and isinstance(path[at + 1], int):
-                found[path[:at]] = None
-    return list(found)
+            groups = found.setdefault(path[:at], {})
+            group = path[at + 1] if len(path) > at + 2 else None
+            lists = path[at + 2 :] == ("params",) and isinstance(value, list | tuple)
+            groups[group] = groups.get(group, False) or lists
+    return [
+        section
+        for section, groups in found.items()
+        if all(groups.values()) and set(groups) == set(range(len(groups)))
+    ]
 
 
 def _members(

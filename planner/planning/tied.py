@@ -10,6 +10,7 @@ both. At load:
 | two copies | one memory | filled, if both are equal; else an error that names both keys |
 | one key only | one memory | filled; the other key is in the report's `tied` |
 | one key only | two tensors | the other key is missing |
+| two copies | a tensor and a view of a part of it | filled, if that part is equal; else an error |
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from shardplan.layouts import CheckpointError
 
 from ..compat import ShardedTensor, local_tensor
-from ..state.storable import PLAIN
+from ..state.storable import PLAIN, overlaps
 
 
 def shared_memory(values: Sequence[Any]) -> dict[int, int]:
@@ -50,6 +51,47 @@ def shared_memory(values: Sequence[Any]) -> dict[int, int]:
             if other != number:
                 shared[number] = other
     return shared
+
+
+def meeting_memory(values: Sequence[Any], shared: Mapping[int, int]) -> list[list[int]]:
+    """Returns the positions of tensors whose runs of memory meet, those that are linked together.
+
+    A run goes from a tensor's first byte to its last, so that two columns of a matrix meet too.
+
+    Args:
+        values: The values.
+        shared: Positions of tensors that are all the memory of an earlier one; they do not count.
+    """
+    runs: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for number, value in enumerate(values):
+        if number in shared or not isinstance(value, torch.Tensor):
+            continue
+        local = local_tensor(value)
+        if type(local) not in PLAIN and isinstance(local, ShardedTensor):
+            continue  # it is several tensors, or none
+        pointer = local.data_ptr()
+        if pointer and local.numel() and not overlaps(local):
+            runs.setdefault(local.device, []).append((pointer, pointer + _extent(local), number))
+    met = []
+    for found in runs.values():
+        found.sort()
+        cluster, end = [found[0][2]], found[0][1]
+        for start, stop, number in found[1:]:
+            if start >= end:
+                met.append(cluster)
+                cluster = []
+            cluster.append(number)
+            end = max(end, stop)
+        met.append(cluster)
+    return [cluster for cluster in met if len(cluster) > 1]
+
+
+def _extent(local: torch.Tensor) -> int:
+    """Returns the bytes from a tensor's first to its last."""
+    if local.is_contiguous():
+        return local.nbytes
+    last = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
+    return (last + 1) * local.itemsize
 
 
 def same_memory(a: Any, b: Any) -> bool:

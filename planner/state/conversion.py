@@ -1,9 +1,13 @@
 """Which changes of dtype and kind a load makes: only those that keep the value."""
 
 import math
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+
+# Two values in a byte: torch makes no numbers of it.
+PACKED = torch.float4_e2m1fn_x2
 
 DTypePolicy = Literal["exact", "widen", "cast"]
 
@@ -23,6 +27,11 @@ def conversion_fault(saved: torch.dtype, wanted: torch.dtype, policy: DTypePolic
         return None
     if policy == "exact":
         return "dtype='exact' allows no conversion"
+    if PACKED in (saved, wanted):
+        return (
+            "float4 packs two values into a byte, and torch converts it to no other dtype. Load it "
+            "into a tensor of the dtype that was saved"
+        )
     kinds = [_kind(dtype) for dtype in (saved, wanted)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} values can't become {kinds[1]} ones"
@@ -41,7 +50,13 @@ def _kind(dtype: torch.dtype) -> str:
     return "boolean" if dtype == torch.bool else "integer"
 
 
+@lru_cache
 def _keeps_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    if saved.is_floating_point and saved.itemsize == 1:
+        # torch.finfo does not tell which of these have infinities, and there are only 256 values.
+        every = torch.arange(256, dtype=torch.uint8, device="cpu").view(saved)
+        before, after = every.double(), every.to(wanted).double()
+        return bool(((before == after) | (before.isnan() & after.isnan())).all())
     if saved.is_floating_point or saved.is_complex:
         a, b = torch.finfo(saved), torch.finfo(wanted)
         return b.eps <= a.eps and b.max >= a.max and b.tiny <= a.tiny

@@ -28,6 +28,7 @@ import xxhash
 from shardplan.layouts import CheckpointError
 
 from ..compat import local_tensor
+from .views import bytes_of
 
 # Classes that unpickle to plain data and run nothing else.
 _SAFE: tuple[Any, ...] = (
@@ -84,8 +85,8 @@ def value_digest(value: Any, key: str = "a value") -> str:
 
 def bytes_digest(tensor: torch.Tensor) -> str:
     """Returns 16 hexadecimal digits over the bytes of a tensor's local part, of any size."""
-    local = local_tensor(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return xxhash.xxh3_64_hexdigest(local.reshape(-1).view(torch.uint8).numpy().data)
+    local = local_tensor(tensor).detach().resolve_conj().resolve_neg().cpu()
+    return xxhash.xxh3_64_hexdigest(bytes_of(local).numpy().data)
 
 
 def _unstorable(key: str, value: Any, error: Exception) -> CheckpointError:
@@ -98,9 +99,9 @@ def _unstorable(key: str, value: Any, error: Exception) -> CheckpointError:
 def _update(hashed: Any, value: Any) -> None:
     hashed.update(type(value).__name__.encode() + b"\0")
     if isinstance(value, torch.Tensor):
-        local = local_tensor(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
+        local = local_tensor(value).detach().resolve_conj().resolve_neg().cpu()
         hashed.update(f"{local.dtype}{tuple(local.shape)}".encode())
-        hashed.update(local.reshape(-1).view(torch.uint8).numpy().data)
+        hashed.update(bytes_of(local).numpy().data)
     elif isinstance(value, Mapping):  # equal in any order
         for text in sorted(value_digest(key) + value_digest(value[key]) for key in value):
             hashed.update(text.encode())

@@ -76,6 +76,16 @@ def write_back(tensor: torch.Tensor, box: Box, data: torch.Tensor) -> None:
     local[torch.unravel_index(places, local.shape)] = data.reshape(-1).to(local.dtype)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a plain tensor's elements, row-major: uint8, of 1 dim.
+
+    They share the tensor's memory where that is contiguous.
+    """
+    whole = tensor.detach().contiguous()
+    # A tensor of one element is contiguous at any stride, and view(dtype) wants a stride of 1.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's local part as torch's own class: a subclass would be pickled by name."""
     local = local_tensor(tensor).detach()

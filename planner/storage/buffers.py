@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..state.views import bytes_of
+
 DEFAULT_NBYTES = 128 << 20
 _LARGEST = 16 << 20
 
@@ -84,7 +86,7 @@ class Copies:
         """
         stream = self._stream(sources[0].device)
         with torch.cuda.stream(stream):
-            data = torch.cat([source.reshape(-1).view(torch.uint8) for source in sources])
+            data = torch.cat([bytes_of(source) for source in sources])
             target.copy_(data, non_blocking=True)
         for source in sources:
             source.record_stream(stream)
@@ -115,4 +117,4 @@ class Copies:
 
 def memory_of(tensor: torch.Tensor) -> Any:
     """Returns the bytes of a contiguous host tensor as a memoryview that shares its memory."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(bytes_of(tensor).numpy())  # type: ignore[arg-type]

@@ -111,15 +111,78 @@ def test_a_class_made_from_a_wrappers_is_one():
 
 
 def test_a_wrapper_that_gives_its_only_childs_state_dict_is_told_by_that():
-    class Precision(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = torch.nn.Linear(2, 3)
+    model = Delegating(torch.nn.Linear(2, 3))
+    assert ["weight", "bias"] == list(read(model)) == list(model.state_dict())
 
+
+class Delegating(torch.nn.Module):
+    """A wrapper of a class that nobody knows."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def state_dict(self, *args, **options):
+        return self.module.state_dict(*args, **options)
+
+
+class Filtering(torch.nn.Module):
+    """A user's module: it overrides state_dict, and its only child is called module."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2)
+
+    def state_dict(self, *args, **options):
+        return {key: value for key, value in super().state_dict(*args, **options).items()}
+
+
+class Adding(Filtering):
+    def state_dict(self, *args, **options):
+        state = torch.nn.Module.state_dict(self, *args, **options)
+        state["version"] = torch.tensor(2)
+        return state
+
+
+class Looking(Filtering):
+    """It needs its child for more than its state dict."""
+
+    def state_dict(self, *args, **options):
+        assert self.module.in_features == 2
+        return super().state_dict(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [Filtering, Adding, Looking])
+def test_a_users_state_dict_that_keeps_its_childs_name_is_not_a_wrappers(kind):
+    model = torch.nn.Sequential(kind(), torch.nn.Linear(2, 2))
+    names = ["0.module.weight", "0.module.bias", "1.weight", "1.bias"]
+    assert names == list(read(model)) == [k for k in model.state_dict() if k != "version"]
+    assert ["module.weight", "module.bias"] == list(read(kind()))
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (lambda: Filtering(), ["module.weight", "module.bias"]),
+        (lambda: Delegating(torch.nn.Linear(2, 2)), ["weight", "bias"]),
+        (lambda: Delegating(Filtering()), ["module.weight", "module.bias"]),
+        (lambda: torch.nn.DataParallel(torch.nn.Linear(2, 2)), ["weight", "bias"]),
+        (lambda: wrap("checkpoint", torch.nn.Linear(2, 2)), ["weight", "bias"]),
+        (lambda: torch.nn.Sequential(Delegating(torch.nn.Linear(2, 2))), ["0.weight", "0.bias"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_a_checkpointing_wrapper_at_the_root_changes_no_name(build, names):
+    assert names == list(read(build()))
+    assert names == list(read(wrap("checkpoint", build())))
+
+
+def test_a_childs_own_state_dict_is_not_asked_for():
+    class Costly(torch.nn.Linear):
         def state_dict(self, *args, **options):
-            return self.module.state_dict(*args, **options)
+            raise AssertionError("this gathers all ranks' shards")
 
-    assert ["weight", "bias"] == list(read(Precision())) == list(Precision().state_dict())
+    assert ["weight", "bias"] == list(read(Delegating(Costly(2, 2))))
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,117 @@ def test_stock_and_own_planners_read_each_other(options, writer):
     assert equal(expected, found)
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["model", "no model"])
+@pytest.mark.parametrize("writer", [DefaultSavePlanner, LayoutAwareSavePlanner])
+@pytest.mark.parametrize("wrap", [lambda s: {"optimizer": s}, lambda s: s], ids=["section", "top"])
+def test_a_list_of_groups_loads_into_the_flattened_form(wrap, writer, given):
+    model, optimizer = trained(0, 2)
+    listed = wrap(get_optimizer_state_dict(model, optimizer))
+    own = writer is LayoutAwareSavePlanner and given
+    checkpoint = memory.save([listed], [writer(model) if own else writer()])
+    expected = wrap(get_optimizer_state_dict(model, optimizer, options=FLAT))
+    other, fresh = trained(1, 1)
+    found = wrap(get_optimizer_state_dict(other, fresh, options=FLAT))
+    planner = LayoutAwareLoadPlanner(other if given else None)
+    memory.load(checkpoint, [found], [planner])
+    assert equal(expected, found)
+    assert [] == planner.report.missing == planner.report.unexpected
+
+
+def listed(*groups):
+    """A checkpoint with groups that are listed, and a model's shapes for it."""
+    names = [name for group in groups for name in group["params"]]
+    state = {"state": {n: {"m": torch.ones(2)} for n in names}, "param_groups": list(groups)}
+    shapes = dict.fromkeys(("a", "b.c", "d"), (2,))
+    return memory.save([{"optim": state}], [LayoutAwareSavePlanner()]), shapes
+
+
+def flat_load(checkpoint, shapes, options, **given):
+    state = {f"state.{name}.m": torch.zeros(2) for name in shapes}
+    state |= {f"param_groups.{key}": value for key, value in options.items()}
+    planner = LayoutAwareLoadPlanner(shapes, **given)
+    memory.load(checkpoint, [{"optim": state}], [planner])
+    return state, planner.report
+
+
+TWO_GROUPS = (
+    {"params": ["a", "b.c"], "lr": 0.25, "cfg": {"x": 1, "y.z": 2}, "betas": (0.5, 0.75)},
+    {"params": ["d"], "lr": torch.tensor(0.125), "cfg": {"x": 3, "y.z": 4}, "betas": (0, 1)},
+)
+
+
+def test_options_of_every_kind_from_a_list_into_the_flattened_form():
+    checkpoint, shapes = listed(*TWO_GROUPS)
+    blank = {"a.lr": 0.0, "b.c.lr": torch.tensor(9.0), "d.lr": 0.0}
+    blank |= {f"{n}.cfg.x": 0 for n in shapes} | {f"{n}.cfg.y.z": 0 for n in shapes}
+    blank |= {f"{n}.betas": () for n in shapes}
+    state, report = flat_load(checkpoint, shapes, blank)
+    found = {k.removeprefix("param_groups."): v for k, v in state.items() if "groups" in k}
+    assert {
+        "a.lr": 0.25,
+        "b.c.lr": torch.tensor(0.25),
+        "d.lr": 0.125,
+        **{"a.cfg.x": 1, "b.c.cfg.x": 1, "d.cfg.x": 3},
+        **{"a.cfg.y.z": 2, "b.c.cfg.y.z": 2, "d.cfg.y.z": 4},
+        **{"a.betas": (0.5, 0.75), "b.c.betas": (0.5, 0.75), "d.betas": (0, 1)},
+    } == found
+    assert [] == report.missing
+
+
+def test_an_option_that_no_saved_group_has_is_missing():
+    checkpoint, shapes = listed(*TWO_GROUPS)
+    with pytest.raises(CheckpointError, match=r"^optim\.param_groups\.a\.foreach: not in the"):
+        flat_load(checkpoint, shapes, {"a.foreach": True, "a.lr": 0.0})
+    state, report = flat_load(checkpoint, shapes, {"a.foreach": True, "a.lr": 0.0}, strict=False)
+    assert ["optim.param_groups.a.foreach"] == report.missing
+    assert (True, 0.25) == (state["param_groups.a.foreach"], state["param_groups.a.lr"])
+
+
+def test_one_tensor_for_two_parameters_of_groups_with_different_rates():
+    checkpoint, shapes = listed(*TWO_GROUPS)
+    rate = torch.tensor(0.0)
+    state, _ = flat_load(checkpoint, shapes, {"a.lr": rate, "b.c.lr": rate})
+    assert 0.25 == state["param_groups.a.lr"].item() == rate.item()
+    with pytest.raises(CheckpointError, match=r"d\.lr: saved as .*0\.125.*, but .*a\.lr as 0\.25"):
+        flat_load(checkpoint, shapes, {"a.lr": rate, "d.lr": rate})
+    flat_load(checkpoint, shapes, {"a.lr": rate, "d.lr": torch.tensor(0.0)})  # as the error says
+
+
+@pytest.mark.parametrize("model", [{"a": (2,), "b": (2,)}, None], ids=["model", "no model"])
+def test_one_tensor_for_two_parameters_whose_rates_were_saved_apart(model):
+    def state(a, b):
+        rates = {"param_groups.a.lr": a, "param_groups.b.lr": b}
+        return {"optim": {"state.a.m": torch.ones(2), "state.b.m": torch.ones(2), **rates}}
+
+    def load(saved, live):
+        checkpoint = memory.save([saved], [LayoutAwareSavePlanner(model)])
+        memory.load(checkpoint, [live], [LayoutAwareLoadPlanner(model)])
+
+    for kind in (torch.tensor, float):
+        rate = torch.tensor(0.0)
+        load(state(kind(0.5), kind(0.5)), state(rate, rate))
+        assert 0.5 == rate.item()
+        with pytest.raises(
+            CheckpointError, match=r"optim\.param_groups\.[ab]\.lr.* both now|they sh"
+        ):
+            load(state(kind(0.25), kind(0.5)), state(rate, rate))
+        apart = state(torch.tensor(0.0), torch.tensor(0.0))  # as the error says
+        load(state(kind(0.25), kind(0.5)), apart)
+        assert 0.25 == apart["optim"]["param_groups.a.lr"].item()
+
+
+def test_a_list_of_numbers_does_not_load_into_the_flattened_form_by_itself():
+    _, optimizer = trained(0, 1, torch.optim.SGD)  # without momentum: groups, and no state
+    checkpoint = memory.save([{"optim": optimizer.state_dict()}], [DefaultSavePlanner()])
+    other, fresh = trained(1, 1, torch.optim.SGD)
+    state = {"optim": get_optimizer_state_dict(other, fresh, options=FLAT)}
+    with pytest.raises(CheckpointError, match=r"optim\.param_groups\.\d\.params: .* numbers the"):
+        memory.load(checkpoint, [state], [LayoutAwareLoadPlanner(other)])
+    raw = {"optim": fresh.state_dict()}  # as the error says
+    memory.load(checkpoint, [raw], [LayoutAwareLoadPlanner(other, optimizer=fresh)])
+    assert [0.01, 0.02] == [group["lr"] for group in raw["optim"]["param_groups"]]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_raw_state_dict(kind):
     """`optimizer.state_dict()` with the optimizer given: integers are names on disk."""

@@ -95,6 +95,32 @@ def test_number_that_rounds_to_nothing_is_an_error(value):
         group_round_trip(before, after)
 
 
+OWN_GROUPS = {
+    "dict": lambda v: {0: {"lr": v}, "extra": {"lr": v + 1}},
+    "dict of numbers": lambda v: {3: {"lr": v}, 7: {"lr": v + 1}},
+    "list without parameters": lambda v: [{"lr": v}, {"lr": v + 1}],
+    "number of parameters": lambda v: [{"lr": v, "params": 3}],
+    "dict with number of parameters": lambda v: {0: {"lr": v, "params": int(v)}},
+    "dict of groups": lambda v: {0: {"lr": v, "params": ["a"]}},
+}
+
+
+@pytest.mark.parametrize("model", [None, {"a": (2,)}], ids=["no model", "model"])
+@pytest.mark.parametrize("groups", OWN_GROUPS)
+def test_what_a_user_calls_param_groups_comes_back(groups, model):
+    """It was taken for an optimizer's list, and its load was a TypeError."""
+
+    def state(value):
+        return {"s": {"param_groups": OWN_GROUPS[groups](value)}, "m": {"a": torch.ones(2)}}
+
+    grid = Grids.from_sizes(0)
+    saved = memory.save([state(5.0)], [Save(model, grid=grid)])
+    loaded, planner = state(0.0), Load(model, grid=grid)
+    memory.load(saved, [loaded], [planner])
+    assert OWN_GROUPS[groups](5.0) == loaded["s"]["param_groups"]
+    assert [] == planner.report.missing == planner.report.unexpected
+
+
 def test_option_that_is_a_mapping():
     """`param_groups.0.cfg.x` was taken for an option x of a parameter named 0.cfg."""
     group, report = group_round_trip(

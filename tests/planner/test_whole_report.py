@@ -6,6 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -121,6 +122,75 @@ def error_of(call, *args, **options):
     with pytest.raises(BaseException) as caught:
         call(*args, **options)
     return next(iter(caught.value.failures.values()))[0]
+
+
+def ones(*names):
+    return {name: torch.ones(2) for name in names}
+
+
+BESIDE = {  # saved, asked for, unexpected, skipped
+    "tensor": (
+        {"model": ones("a"), **ones("step", "ema")},
+        {"model": ones("a"), **ones("step")},
+        (["ema"], []),
+    ),
+    "number": (
+        {"model": ones("a"), "step": 3, "epoch": 1},
+        {"model": ones("a"), "step": 0},
+        (["epoch"], []),
+    ),
+    "flat model": (
+        {**ones("w", "b"), "optim": ones("w", "b")},
+        {**ones("w"), "optim": ones("w")},
+        (["b", "optim.b"], []),
+    ),
+    "flat model of names with dots": (
+        {**ones("layers.0.w", "head.w"), "optim": ones("m")},
+        {**ones("layers.0.w"), "optim": ones("m")},
+        (["head.w"], []),
+    ),
+    "section": (
+        {"model": ones("a"), "optim": ones("m", "v"), "sched": {"lr": 1}},
+        {"model": ones("a")},
+        ([], ["optim", "sched"]),
+    ),
+    "section and what is beside": (
+        {"model": ones("a"), "optim": ones("m"), **ones("ema"), "epoch": 1},
+        {"model": ones("a")},
+        ([], ["ema", "epoch", "optim"]),
+    ),
+    "section, a tensor beside the other": (
+        {"model": ones("a"), "optim": ones("m"), **ones("ema", "step")},
+        {"model": ones("a"), **ones("step")},
+        (["ema"], ["optim"]),
+    ),
+    "empty container beside": (
+        {"model": ones("a"), "optim": {"m": torch.ones(2)}, "epoch": 1},
+        {"model": ones("a"), "other": {}},
+        ([], ["epoch", "optim"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("case", BESIDE)
+def test_keys_beside_sections_and_whole_sections_are_named(case, own, tmp_path):
+    saved, asked, expected = BESIDE[case]
+    writer = SafetensorsWriter(tmp_path) if own else FileSystemWriter(tmp_path)
+    dcp.save(saved, storage_writer=writer, planner=LayoutAwareSavePlanner(), no_dist=True)
+
+    def load(**given):
+        planner = LayoutAwareLoadPlanner(grid=grid(), policies=LoadPolicies(**given))
+        reader = SafetensorsReader(tmp_path) if own else FileSystemReader(tmp_path)
+        dcp.load(asked, storage_reader=reader, planner=planner, no_dist=True)
+        return planner.report
+
+    report = load(missing="report")
+    assert expected == (sorted(report.unexpected), sorted(report.skipped))
+    if expected[0]:
+        assert isinstance(error_of(load, unexpected="error"), UnexpectedKeyError)
+    else:
+        load(missing="report", unexpected="error")
 
 
 def test_state_of_a_parameter_without_live_state_is_named(tmp_path):

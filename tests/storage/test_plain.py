@@ -126,6 +126,34 @@ def test_own_classes_inside_of_a_container_come_back_as_they_are_stored(caplog):
     assert args == back(args, (Colour, Settings))
 
 
+def version(*fields, **given):
+    """A dataclass State of this module, as one version of a program has it."""
+    return dataclasses.make_dataclass("State", fields, namespace={"__module__": __name__}, **given)
+
+
+@pytest.mark.parametrize("given", [{}, {"frozen": True}, {"slots": True}], ids=str)
+def test_a_field_that_the_class_has_no_longer_is_named(given):
+    old, new = version("seen", "epoch", "more"), version("seen", **given)
+    for wrap in (lambda v: v, lambda v: [v], lambda v: {"a": (v,)}):
+        stored = to_plain("run.s", wrap(old(1, 2, 3)))
+        with pytest.raises(CheckpointError, match=r"^run\.s: .*State has epoch, more, which .* no"):
+            from_plain("run.s", stored, [new])
+        again = version("seen", "epoch", "more", **given)  # as the error says
+        assert wrap(again(1, 2, 3)) == from_plain("run.s", stored, [again])
+
+
+@pytest.mark.parametrize("given", [{}, {"frozen": True}, {"slots": True}], ids=str)
+def test_a_field_that_is_new_gets_its_default(given):
+    stored = to_plain("run.s", [version("seen")(4)])
+    late = dataclasses.field(default_factory=list)
+    mark = dataclasses.field(default="x", init=False)
+    new = version("seen", ("tags", list, late), ("rate", float, 0.5), ("mark", str, mark), **given)
+    found = from_plain("run.s", stored, [new])
+    assert [(4, [], 0.5, "x")] == [(v.seen, v.tags, v.rate, v.mark) for v in found]
+    with pytest.raises(CheckpointError, match=r"^run\.s: .*State has no epoch, .* no default"):
+        from_plain("run.s", stored, [version("seen", "epoch", **given)])
+
+
 class Other:
     pass
 

@@ -111,6 +111,59 @@ def test_dtype(path):
         load(path, {"w": torch.zeros(4, dtype=torch.float64)}, dtype="exact")
 
 
+F8 = {
+    "e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e5m2fnuz": torch.float8_e5m2fnuz,
+    "e8m0fnu": torch.float8_e8m0fnu,
+}
+# By the formats' definitions: exponent and mantissa bits, bias, infinities.
+KEPT_BY = {
+    "e4m3fn": {"float16", "bfloat16", "float32", "float64"},
+    "e5m2": {"float16", "bfloat16", "float32", "float64"},
+    "e4m3fnuz": {"float16", "bfloat16", "float32", "float64"},
+    "e5m2fnuz": {"float16", "bfloat16", "float32", "float64"},
+    "e8m0fnu": {"bfloat16", "float32", "float64"},
+}
+
+
+@pytest.mark.parametrize("name", F8)
+def test_floats_of_one_byte_widen_only_where_all_256_values_stay(name, tmp_path):
+    saved = torch.arange(256, dtype=torch.uint8).view(F8[name])
+    dcp.save({"w": saved}, checkpoint_id=str(tmp_path), planner=LayoutAwareSavePlanner())
+    others = {str(t).removeprefix("torch.float8_"): t for t in F8.values() if t != F8[name]}
+    wide = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    others |= {str(t).removeprefix("torch."): t for t in wide}
+    for other, dtype in others.items():
+        state = {"w": torch.zeros(256).to(dtype)}
+        if other in KEPT_BY[name]:
+            load(str(tmp_path), state)
+            assert torch.equal(
+                saved.double().nan_to_num(3.25), state["w"].double().nan_to_num(3.25)
+            )
+        else:
+            with pytest.raises(CheckpointException, match=r"w: saved as .*precision would be lost"):
+                load(str(tmp_path), state)
+
+
+@pytest.mark.parametrize("dtype", ["widen", "cast"])
+def test_float4_loads_into_float4_only(dtype, tmp_path):
+    four = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    state = {"a": four, "b": torch.ones(4), "c": torch.ones(4, dtype=torch.float8_e5m2)}
+    dcp.save(state, checkpoint_id=str(tmp_path), planner=LayoutAwareSavePlanner())
+    blank = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    for live in ({"a": torch.zeros(4)}, {"b": blank}, {"c": blank}):
+        with pytest.raises(CheckpointException, match=r"float4 packs two values .* that was saved"):
+            load(str(tmp_path), live, dtype=dtype)
+    dcp.save({"a": four[:1]}, checkpoint_id=f"{tmp_path}/1", planner=LayoutAwareSavePlanner())
+    for one in (torch.zeros(1), 0.0):
+        with pytest.raises(CheckpointException, match=r"a: .* that was saved"):
+            load(f"{tmp_path}/1", {"a": one}, dtype=dtype)
+    load(str(tmp_path), {"a": blank}, dtype=dtype)  # as the error says
+    assert [0, 1, 2, 3] == blank.view(torch.uint8).tolist()
+
+
 def test_the_short_forms_win_over_policies(path):
     state = {"w": torch.zeros(4), "x": 0}
     report = load(path, state, policies=LoadPolicies(missing="error"), strict=False)

@@ -6,10 +6,17 @@ import weakref
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
-from shardplan.planner import LayoutAwareLoadPlanner, LayoutAwareSavePlanner, LoadPolicies
+from shardplan.planner import (
+    LayoutAwareLoadPlanner,
+    LayoutAwareSavePlanner,
+    LoadPolicies,
+    SafetensorsReader,
+    SafetensorsWriter,
+)
 
 
 def save(path, state, **given):
@@ -60,6 +67,8 @@ FORMS = {
     "expanded": torch.arange(3.0).expand(2, 3),
     "channels last": BASE.view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
     "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "one element with a stride": BASE.view(4, 6)[:1, 1],
+    "one element of two dims with strides": BASE.view(4, 6)[2:3, 3::4],
     "negative": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
     "requires grad": torch.nn.Parameter(torch.arange(4.0)),
 }
@@ -89,6 +98,29 @@ def test_a_target_of_any_form_is_filled_where_it_is(form, tmp_path):
     load(tmp_path, state)
     assert state["w"] is target
     assert (place, values.tolist()) == (target.data_ptr(), target.tolist())
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("wrap", [lambda t: (t,), lambda t: {3: [t]}], ids=["tuple", "dict"])
+def test_one_element_with_a_stride_inside_a_python_value(wrap, own, tmp_path):
+    writer = {"storage_writer": SafetensorsWriter(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.save({"a": wrap(BASE.view(4, 6)[:1, 5])}, planner=LayoutAwareSavePlanner(), **writer)
+    state = {"a": wrap(torch.zeros(1))}
+    reader = {"storage_reader": SafetensorsReader(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.load(state, planner=LayoutAwareLoadPlanner(), **reader)
+    assert str(wrap(torch.tensor([5.0]))) == str(state["a"])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_tied_elements_with_a_stride_are_filled_from_two_copies(own, tmp_path):
+    writer = {"storage_writer": SafetensorsWriter(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    copies = {"a": torch.tensor([7.0]), "b": torch.tensor([7.0])}
+    dcp.save(copies, planner=LayoutAwareSavePlanner(), **writer)
+    matrix = torch.zeros(2, 3)
+    state = {"a": matrix[:1, 1], "b": matrix[:1, 1]}
+    reader = {"storage_reader": SafetensorsReader(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.load(state, planner=LayoutAwareLoadPlanner(), **reader)
+    assert [[0, 7, 0], [0, 0, 0]] == matrix.tolist()
 
 
 REFUSED = {
@@ -254,3 +286,92 @@ def test_any_text_is_a_key(key, tmp_path):
     state = {"s": {key: torch.zeros(2), key + "x": 0}}
     load(tmp_path, state)
     assert ([0.0, 1.0], 5) == (state["s"][key].tolist(), state["s"][key + "x"])
+
+
+def rows(m):
+    return {"a": m[:2], "b": m[1:3]}
+
+
+def crossing(m):
+    return {"a": m[:, 1], "b": m[2], "c": m[:, 0]}
+
+
+def with_parent(m):
+    return {"a": m[1:, ::2], "b": m, "c": m[3, 1:3]}
+
+
+def other_dtype(m):
+    return {"a": m[0], "b": m.view(torch.int64)[0, 1:]}
+
+
+def through_a_tie(m):
+    return {"a": m[:2], "b": m[:2], "c": m[1]}
+
+
+PARTLY_SHARED = [rows, crossing, with_parent, other_dtype, through_a_tie]
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("model", [True, False])
+@pytest.mark.parametrize("views", PARTLY_SHARED)
+def test_tensors_that_share_a_part_of_their_memory(views, model, own, tmp_path):
+    """They are filled if what was saved agrees there, and else an error names two of them."""
+    if model:
+        shapes = {key: tuple(t.shape) for key, t in views(torch.zeros(4, 6)).items()}
+        given = {"model": shapes, "layouts": ()}
+    else:
+        given = {}
+
+    def run(state, number, kind):
+        at = tmp_path / str(number)
+        writer = SafetensorsWriter(at, sync=False) if own else FileSystemWriter(at)
+        if kind is LayoutAwareSavePlanner:
+            dcp.save(state, storage_writer=writer, planner=kind(**given))
+            return
+        reader = SafetensorsReader(at) if own else FileSystemReader(at)
+        dcp.load(state, storage_reader=reader, planner=kind(**given))
+
+    saved = BASE.view(4, 6) + 1
+    run({key: t.clone() for key, t in views(saved).items()}, 0, LayoutAwareSavePlanner)
+    live = torch.zeros(4, 6)
+    run(views(live), 0, LayoutAwareLoadPlanner)
+    for key, tensor in views(live).items():
+        assert views(saved)[key].tolist() == tensor.tolist()
+    for number, changed in enumerate(views(saved), 1):
+        different = {key: t.clone() for key, t in views(saved).items()}
+        different[changed] += 1
+        run(different, number, LayoutAwareSavePlanner)
+        state = views(torch.zeros(4, 6))
+        if views is crossing and changed == "c":
+            expected = r"[bc] and [bc]: they share a part of their memory here"
+        elif views is through_a_tie and changed in "ab":
+            expected = r"[abc] and [abc]: they share "
+        else:
+            expected = (
+                rf"({changed} and [abc]|[abc] and {changed}): they share a part of their memory"
+            )
+        with pytest.raises(CheckpointException, match=expected):
+            run(state, number, LayoutAwareLoadPlanner)
+        del state[changed]  # as the error says
+        run(state, number, LayoutAwareLoadPlanner)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_columns_of_one_matrix_are_filled_where_they_are(own, tmp_path):
+    """Their runs of memory meet, and they share no element."""
+    writer = {"storage_writer": SafetensorsWriter(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    saved = {"a": torch.arange(8.0).view(4, 2), "b": -torch.ones(4), "c": torch.full((4, 3), 5.0)}
+    dcp.save(saved, planner=LayoutAwareSavePlanner(), **writer)
+    matrix = torch.zeros(4, 6)
+    state = {"a": matrix[:, :2], "b": matrix[:, 2], "c": matrix[:, 3:]}
+    reader = {"storage_reader": SafetensorsReader(tmp_path)} if own else {"checkpoint_id": tmp_path}
+    dcp.load(state, planner=LayoutAwareLoadPlanner(), **reader)
+    assert [[2.0 * i, 2.0 * i + 1, -1, 5, 5, 5] for i in range(4)] == matrix.tolist()
+
+
+def test_a_part_that_the_checkpoint_lacks_keeps_what_the_other_key_fills(tmp_path):
+    save(tmp_path, {"a": torch.arange(6.0).view(2, 3)})
+    matrix = torch.full((4, 3), -1.0)
+    report = load(tmp_path, {"a": matrix[:2], "b": matrix[1:]}, strict=False)
+    assert (["a"], ["b"]) == (report.loaded, report.missing)
+    assert [[0, 1, 2], [3, 4, 5], [-1, -1, -1], [-1, -1, -1]] == matrix.tolist()

@@ -33,6 +33,7 @@ import torch
 
 from shardplan.layouts import CheckpointError, UnstorableValueError
 
+from ...state.views import bytes_of
 from .dtypes import dtype_name, dtype_of
 
 # No records: their field names would be lost.
@@ -128,8 +129,8 @@ def _write_other(value: Any) -> Any:
             raise TypeError(f"a {value.layout} tensor on {value.device} is not plain data")
         if type(value) is not torch.Tensor or value.requires_grad:
             raise TypeError("a tensor that requires a gradient is not plain data; detach() it")
-        local = value.resolve_conj().resolve_neg().cpu().contiguous()
-        raw = local.reshape(-1).view(torch.uint8).numpy().tobytes()
+        local = value.resolve_conj().resolve_neg().cpu()
+        raw = bytes_of(local).numpy().tobytes()
         return {"$tensor": [dtype_name(local.dtype), list(local.shape), _text(raw)]}
     plain_array = type(value) is np.ndarray or isinstance(value, np.generic)
     if plain_array and value.dtype.names is None and _ARRAY.match(value.dtype.str):
@@ -229,11 +230,30 @@ def _own(name: str, inner: Any, classes: dict[str, type]) -> Any:
         )
     if name == "$enum":
         return cls[inner[1]]
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if gone := sorted(inner[1].keys() - fields.keys()):
+        raise CheckpointError(
+            f"the stored {inner[0]} has {', '.join(gone)}, which the program's class has no field "
+            "for. Give the class that field, or leave the value out of the state dict."
+        )
     made = object.__new__(cls)
-    for field in dataclasses.fields(cls):
-        if field.name in inner[1]:
-            object.__setattr__(made, field.name, _read(inner[1][field.name], classes))
+    for field in fields.values():
+        stored = field.name in inner[1]
+        value = _read(inner[1][field.name], classes) if stored else _default(inner[0], field)
+        object.__setattr__(made, field.name, value)
     return made
+
+
+def _default(owner: str, field: dataclasses.Field[Any]) -> Any:
+    """Returns the default of a field that the class did not have when it was saved."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    if field.default is dataclasses.MISSING:
+        raise CheckpointError(
+            f"the stored {owner} has no {field.name}, and the program's class gives that field no "
+            "default. Give it one, or leave the value out of the state dict."
+        )
+    return field.default
 
 
 def _bytes(text: str) -> bytes:
