@@ -19,8 +19,9 @@ from ..planning.manifest import Extra
 from ..planning.metadata import Origins, checkpoint_metadata
 from ..state.entries import Index
 from ..state.values import to_bytes
-from ..storage.folder import check_alone
+from ..storage.folder import check_alone, values_fault
 from ..storage.format.commit import CHECKPOINT, data_name, read_commit
+from ..storage.format.header import HEAD, Header
 from ..storage.format.plain import from_plain
 from ..storage.format.sums import BLOCK, block_sum, chunk_sum
 from ..storage.places.files import files_at
@@ -178,6 +179,20 @@ class OwnCheckpoint(Checkpoint):
             if not known or facts.get("digest") != digests[stage]:  # type: ignore[index]
                 rank = self._commit.rank(place[0])
                 yield Fault(name, f"rank {rank} planned another checkpoint than its stage's first")
+            yield from self._head_faults(name, self._file(place).header)
+        text = values_fault(files_at(self.path), self._commit)
+        if text is not None:
+            yield Fault(f"{self._commit.save}/values.distcp", text)
+
+    def _head_faults(self, name: str, header: Header) -> Iterator[Fault]:
+        """Yields what stands before a chunk for `torch.load` and is not what was written."""
+        for title, entry in header.entries.items():
+            if title.startswith(HEAD):
+                start = header.data_start + entry.start
+                raw = self.files.take(name, start, entry.stop - entry.start)
+                if block_sum(raw) != header.sums[title]:
+                    chunk = title.removeprefix(HEAD)
+                    yield Fault(chunk, f"{name}: the checksum of its head for torch.load differs")
 
     def checksum_faults(self, key: str) -> Iterator[Fault]:
         stored = self.metadata.state_dict_metadata[key]

@@ -25,7 +25,9 @@ _FILES = re.compile(
     r"(shard-\d+-)?model(-\d+-of-\d+)?\.safetensors|" + re.escape(INDEX)
 )
 _OLD = ".replaced"  # where the old folder waits until the new one is in its place
-_SAVE_FILES = re.compile(r"\d{5}[.-].+|checkpoint\.json|ask\.json|metadata\.sum")
+_SAVE_FILES = re.compile(
+    r"\d{5}[.-].+|checkpoint\.json|ask\.json|(metadata|values)\.sum|values\.distcp"
+)
 
 
 @contextlib.contextmanager

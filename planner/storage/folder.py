@@ -99,6 +99,25 @@ def put_stock(files: Files, commit: Commit, metadata: bytes) -> None:
     files.put(STOCK, metadata, sync=True)
 
 
+def put_values(files: Files, commit: Commit, values: bytes) -> str:
+    """Writes the Python values as stock tools read them, with their checksum; returns the file's name."""
+    name = f"{commit.save}/values.distcp"
+    files.put(f"{commit.save}/values.sum", _sum(values), sync=True)
+    files.put(name, values, sync=True)
+    return name
+
+
+def values_fault(files: Files, commit: Commit) -> str | None:
+    """Returns what is wrong with the Python values that `finalize` wrote, if anything."""
+    noted = files.read(f"{commit.save}/values.sum")
+    if noted is None:
+        return None
+    raw = files.read(f"{commit.save}/values.distcp")
+    if raw is None:
+        return "missing, though shardplan finalize wrote it. Run shardplan finalize again"
+    return None if _sum(raw) == noted else "its checksum differs. Run shardplan finalize again"
+
+
 def _note(commit: Commit) -> str:
     return f"{commit.save}/metadata.sum"
 

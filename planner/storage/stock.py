@@ -26,7 +26,7 @@ from ..planning.manifest import Extra
 from ..planning.metadata import Origins, checkpoint_metadata
 from ..state.values import to_bytes
 from ..without_gc import without_gc
-from .folder import STOCK, check_alone, is_finalized, put_stock
+from .folder import STOCK, check_alone, is_finalized, put_stock, put_values
 from .format.commit import CHECKPOINT, Commit, read_commit
 from .format.header import HEAD, chunk_name
 from .format.plain import from_plain
@@ -115,5 +115,5 @@ def _places(
             found[index] = info(name, at, entry.stop - first.start, transform_descriptors=raw)
             readable = readable and head is not None
     if blob.tell():
-        files.put(values_name, blob.getvalue(), sync=True)
+        put_values(files, commit, blob.getvalue())
     return found, readable

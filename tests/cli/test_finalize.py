@@ -40,3 +40,24 @@ def test_a_stock_checkpoint_needs_no_finalize(tmp_path):
     assert 2 == answer.status
     assert "stock DCP wrote it" in answer.err
     assert before == (tmp_path / "stock" / ".metadata").read_bytes()
+
+
+@pytest.mark.parametrize("part", ["values", "head"])
+def test_verify_sees_what_stock_tools_would_read(tmp_path, part):
+    """One byte of the Python values, or of what stands before a chunk for torch.load."""
+    path = tmp_path / "c"
+    writer = SafetensorsWriter(path, sync=False, stock=True)
+    state = {"w": torch.ones(4, 3), "n": 5}
+    dcp.save(state, storage_writer=writer, planner=LayoutAwareSavePlanner(), no_dist=True)
+    finalize(path)
+    assert 0 == shardplan("verify", path).status
+    name = "values.distcp" if part == "values" else "*.safetensors"
+    (file,) = path.glob(f"*/{name}")
+    raw = bytearray(file.read_bytes())
+    at = len(raw) // 2 if part == "values" else raw.index(b"_rebuild_tensor")
+    raw[at] ^= 1
+    file.write_bytes(raw)
+    answer = shardplan("verify", path)
+    assert 1 == answer.status
+    words = "values.distcp: its checksum differs" if part == "values" else "head for torch.load differs"
+    assert words in " ".join(answer.out.split())
