@@ -49,7 +49,7 @@ def test_verify_sees_what_stock_tools_would_read(tmp_path, part):
     writer = SafetensorsWriter(path, sync=False, stock=True)
     state = {"w": torch.ones(4, 3), "n": 5}
     dcp.save(state, storage_writer=writer, planner=LayoutAwareSavePlanner(), no_dist=True)
-    finalize(path)
+    assert 0 == shardplan("finalize", path).status
     assert 0 == shardplan("verify", path).status
     name = "values.distcp" if part == "values" else "*.safetensors"
     (file,) = path.glob(f"*/{name}")
@@ -59,5 +59,7 @@ def test_verify_sees_what_stock_tools_would_read(tmp_path, part):
     file.write_bytes(raw)
     answer = shardplan("verify", path)
     assert 1 == answer.status
-    words = "values.distcp: its checksum differs" if part == "values" else "head for torch.load differs"
+    words = (
+        "values.distcp: its checksum differs" if part == "values" else "head for torch.load differs"
+    )
     assert words in " ".join(answer.out.split())
