@@ -285,8 +285,9 @@ def load_checkpoint(
     stored = reader.read_metadata().state_dict_metadata
     kept = keep_live_options(members, stored)
     masters = optimizer is None or not leave_out_masters(live.sections, stored)
-    if "iteration" in stored:
-        state["iteration"] = 0
+    for name, empty in (("iteration", 0), ("checkpoint_version", 0.0)):
+        if name in stored:
+            state[name] = empty
     if opt_param_scheduler is not None:
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
     providers = _providers(layouts, vocab_size)
