@@ -147,7 +147,7 @@ def test_numbers_in_keys_are_only_shown_as_ranges(tmp_path):
 def test_the_version():
     answer = shardplan("--version")
     assert 0 == answer.status
-    assert f"(torch {torch.__version__})" in answer.out
+    assert f"(torch {torch.__version__.partition('+')[0]}" in answer.out
     assert answer.out.startswith("shardplan 0.")
 
 
