@@ -172,3 +172,36 @@ def test_async_saves_in_the_default_process_group_are_warned_of_once(
             thread.join()
     assert count == len(caught)
     assert all("Pass a process group of its own" in str(w.message) for w in caught)
+
+
+def test_one_writer_of_overlapping_saves_takes_one_at_a_time(tmp_path):
+    """The second save names another folder while the first has not begun to write."""
+    begun, gate = threading.Event(), threading.Event()
+
+    class Slow(SafetensorsWriter):
+        def prepare_local_plan(self, plan):
+            if not begun.is_set():
+                begun.set()
+                assert gate.wait(60)
+            return super().prepare_local_plan(plan)
+
+    writer = Slow(tmp_path / "0", sync=False)
+
+    def save(value):
+        return dcp.async_save(
+            {"w": torch.full((4,), value)},
+            checkpoint_id=tmp_path / str(int(value)),
+            storage_writer=writer,
+            planner=LayoutAwareSavePlanner(),
+            no_dist=True,
+        )
+
+    first = save(1.0)
+    assert begun.wait(60)
+    second = save(2.0)
+    gate.set()
+    first.result(60), second.result(60)
+    for value in (1.0, 2.0):
+        found = {"w": torch.zeros(4)}
+        dcp.load(found, storage_reader=SafetensorsReader(tmp_path / str(int(value))), no_dist=True)
+        assert [value] * 4 == found["w"].tolist()
