@@ -27,7 +27,7 @@ from shardplan.layouts import (
 
 if TYPE_CHECKING:
     from .load import LayoutAwareLoadPlanner
-    from .planning.table import LayoutTable
+    from .planning.table import LayoutOptions, LayoutTable
     from .policies import LoadPolicies
     from .report import LoadReport
     from .save import LayoutAwareSavePlanner
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LayoutAwareLoadPlanner": "load",
     "LayoutAwareSavePlanner": "save",
+    "LayoutOptions": "planning.table",
     "LayoutTable": "planning.table",
     "LoadPolicies": "policies",
     "LoadReport": "report",
@@ -65,6 +66,7 @@ __all__ = [
     "LayoutAwareLoadPlanner",
     "LayoutAwareSavePlanner",
     "LayoutError",
+    "LayoutOptions",
     "LayoutTable",
     "LoadPolicies",
     "LoadReport",

@@ -40,6 +40,7 @@ from .state.snapshot import Snapshot
 from .state.storable import check_storable
 from .state.values import to_bytes
 from .state.views import copy_of, view
+from .storage.folder import check_stock_save
 from .without_gc import without_gc
 
 
@@ -137,11 +138,9 @@ class LayoutAwareSavePlanner(SavePlanner):
         self._state_dict = state_dict
         self._writer = storage_meta.writer if isinstance(storage_meta, WriterMeta) else None
         self._spare = {}
-        if self._writer is None and is_coordinator and storage_meta is not None:
-            from .storage.folder import check_stock_save  # imports this module
-
-            if storage_meta.checkpoint_id is not None:
-                check_stock_save(storage_meta.checkpoint_id)
+        path = None if storage_meta is None else storage_meta.checkpoint_id
+        if self._writer is None and is_coordinator and path is not None:
+            check_stock_save(path)
 
     def create_local_plan(self) -> SavePlan:
         """Returns the rank's write items, in a plan that travels without them.

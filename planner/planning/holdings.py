@@ -143,19 +143,19 @@ def _apart(
 ) -> list[tuple[int, Path, DTensor]]:
     """Lets DTensors describe themselves that some ranks may not hold, and returns the others."""
     world = table.grids.world_size
-    meshes = {tensor.device_mesh: path for _, path, tensor in lone}
+    meshes = {tensor.device_mesh for _, _, tensor in lone}
     placed = {mesh for mesh in meshes if is_placed(mesh, known, world)}
-    alike = {mesh: are_replicas(mesh, world) for mesh in meshes.keys() - placed}
+    alike = {mesh: are_replicas(mesh, world) for mesh in meshes - placed}
     kept = []
     for number, path, tensor in lone:
-        if tensor.device_mesh in placed:
+        mesh = tensor.device_mesh
+        if mesh in placed:
             kept.append((number, path, tensor))
         else:
-            mesh = tensor.device_mesh
             facts = table.grids.facts()
             _check_expert(key_of(path), mesh_axes(mesh), root_mesh(mesh), facts, table.tokens)
             holdings.described.append((number, path))
-            holdings.alike[number] = alike[tensor.device_mesh]
+            holdings.alike[number] = alike[mesh]
     return kept
 
 
