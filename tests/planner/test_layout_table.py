@@ -53,7 +53,9 @@ def test_what_is_given_beside_a_table_is_refused(kind):
 
 def test_megatrons_names_stay_with_their_planner():
     table = LayoutTable.of({"decoder.w": (2,)}, grid=Grids.from_sizes(0))
+    names = table.names
     FsdpDtensorSavePlanner(table)
+    assert names is table.names
     checkpoint = memory.save(
         [{"model": {"decoder.w": torch.ones(2)}}], [LayoutAwareSavePlanner(table)]
     )
